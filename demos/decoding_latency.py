@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes with a real language model and shows what choosing the next tokens in one read saves.
+"""Decodes with a real language model and shows what whole steps save.
 
-Beam search, greedy search and sampling, on the same prompts. First the steps of transformers' loops, stock and fused in turns, with
-checks. Then whole calls of generate() in turns: stock, fused and in whole steps, with tokens a second.
+Beam search, greedy search and sampling, on the same prompts. Calls of generate() in turns: stock, in whole steps, and with transformers'
+static cache. Then a check in float32: whole steps write stock's texts, with sampling those of the same seed.
 
     python demos/decoding_latency.py                                  # a tiny model, trained here in about a minute
     python demos/decoding_latency.py --peer ctranslate2               # also CTranslate2, on a CPU
-    python demos/decoding_latency.py --compiled                       # also compiled whole steps, on a GPU
+    python demos/decoding_latency.py --compiled                       # also compiled whole steps, on a GPU too
     python demos/decoding_latency.py --random-weights llama-1b        # a true shape, for a GPU
     python demos/decoding_latency.py --model path/to/any/causal-lm
 
-Reading order: generate_comparison.py (both ways, times and checks), selection_step.py (the step by itself), whole_calls.py
-(all ways, by whole calls), causal_models.py and tiny_language_model.py (what it decodes with), decoding_report.py (what it prints and plots).
+Reading order: whole_calls.py (all ways, and their times), generate_comparison.py (the check), causal_models.py and tiny_language_model.py
+(what it decodes with), decoding_report.py (what it prints and plots).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ try:
     import whole_calls
     from benchmark.devices import best_device
     from causal_models import RANDOM_SHAPES, CausalModel, encode, from_disk, random_prompts, tiny, with_random_weights
-    from decoding_report import Measurement, print_calls, print_checks, print_table, print_texts, save_json, save_plot
+    from decoding_report import Measurement, print_calls, print_checks, print_texts, save_json, save_plot
     from fused_topk import backends
     from fused_topk.backends import cpu
-    from generate_comparison import Comparison, compare, options_of
+    from generate_comparison import check, options_of
     from tiny_language_model import Recipe
-    from whole_calls import COMPILED, FUSED, STATIC, STOCK, UNCOMPILED, WHOLE, Calls
+    from whole_calls import COMPILED, STATIC, STOCK, WHOLE, Calls
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"this demo needs the package {(error.name or '?').partition('.')[0]!r}, which is not installed; "
@@ -87,7 +87,7 @@ def main(
     compiled: Annotated[
         bool,
         typer.Option(
-            "--compiled", help="Also compile whole steps on a GPU: up to a minute each. On a CPU they are anyway."
+            "--compiled", help="Also compile whole steps on a GPU: up to a minute each. On a CPU this is done anyway."
         ),
     ] = False,
     peer: Annotated[str, typer.Option(metavar="ctranslate2", help="Also time it, where it is installed.")] = "",
@@ -135,16 +135,34 @@ def main(
             else encode(chosen, texts, place)
         )
         _check_length(chosen, tokens.shape[1], new_tokens)
-        measured, written = measure(
-            chosen, tokens, mask, beams=beams, new_tokens=new_tokens, rounds=rounds, load_before=load_before
-        )
-        # On a CPU whole steps are compiled in any case, and the default is not.
-        more = [UNCOMPILED] if place.type == "cpu" else [COMPILED] if compiled else []
-        ways = [STOCK, FUSED, WHOLE, *more, STATIC]
         inputs = {"input_ids": tokens, "attention_mask": mask}
-        measured.calls.update(
-            measure_calls(chosen, inputs, ways, beams=beams, new_tokens=new_tokens, rounds=rounds, has_peer=bool(peer))
+        # On a CPU that takes seconds.
+        more = [COMPILED] if compiled or place.type == "cpu" else []
+        ways = [STOCK, WHOLE, *more, STATIC]
+        # Without an end token every call has the same number of steps, and so the same work.
+        chosen.model.generation_config.eos_token_id = None
+        chosen.model.generation_config.pad_token_id = chosen.end_token or 0
+        measured = Measurement(
+            model=chosen.name,
+            device=str(place),
+            dtype=str(precision).removeprefix("torch."),
+            batch=len(tokens),
+            beams=beams,
+            vocab_size=chosen.vocab_size,
+            new_tokens=new_tokens,
+            load_before=load_before,
+            calls=measure_calls(
+                chosen, inputs, ways, beams=beams, new_tokens=new_tokens, rounds=rounds, has_peer=bool(peer)
+            ),
         )
+        # In 16 bits the forward pass of a whole step rounds otherwise, and some texts differ.
+        chosen.model.float()
+        written = tokens
+        for mode in tqdm(MODES, desc="checks in float32", unit=" modes"):
+            found, texts_of_mode = check(chosen, inputs, mode, beams=beams, new_tokens=new_tokens)
+            measured.checks.append(found)
+            if mode == "beam search":
+                written = texts_of_mode
     except (ValueError, RuntimeError) as error:
         _fail(str(error))
 
@@ -153,7 +171,6 @@ def main(
     else:
         print_texts(console, chosen, texts, written, tokens.shape[1])
     print_calls(console, measured)
-    print_table(console, measured)
     print_checks(console, measured)
     try:
         save_plot(output, measured)
@@ -169,42 +186,6 @@ def main(
         raise typer.Exit(1)
 
 
-def measure(
-    chosen: CausalModel,
-    prompts: Tensor,
-    mask: Tensor,
-    *,
-    beams: int,
-    new_tokens: int,
-    rounds: int,
-    load_before: float | None,
-) -> tuple[Measurement, Tensor]:
-    """Decodes in every mode, each way; what was measured, and the sequences of fused beam search."""
-    # Without an end token every run has the same number of steps, and so the same work.
-    chosen.model.generation_config.eos_token_id = None
-    chosen.model.generation_config.pad_token_id = chosen.end_token or 0
-    inputs = {"input_ids": prompts, "attention_mask": mask}
-    modes: list[Comparison] = []
-    written = prompts
-    for mode in tqdm(MODES, desc="steps of transformers' loops", unit=" modes"):
-        comparison, sequences = compare(chosen, inputs, mode, beams=beams, new_tokens=new_tokens, rounds=rounds)
-        modes.append(comparison)
-        if mode == "beam search":
-            written = sequences
-    measured = Measurement(
-        model=chosen.name,
-        device=str(prompts.device),
-        dtype=str(chosen.dtype).removeprefix("torch."),
-        batch=len(prompts),
-        beams=beams,
-        vocab_size=chosen.vocab_size,
-        new_tokens=new_tokens,
-        modes=modes,
-        load_before=load_before,
-    )
-    return measured, written
-
-
 def measure_calls(
     chosen: CausalModel,
     inputs: dict[str, Tensor],
@@ -215,9 +196,9 @@ def measure_calls(
     rounds: int,
     has_peer: bool,
 ) -> dict[str, dict[str, Calls]]:
-    """Whole calls of every mode, by way."""
+    """Calls of every mode, by way."""
     found = {}
-    for mode in tqdm(MODES, desc="whole calls, all ways in turns", unit=" modes"):
+    for mode in tqdm(MODES, desc="calls, all ways in turns", unit=" modes"):
         options = options_of(mode, beams)
         runs = {way: whole_calls.way_of(chosen.model, inputs, options, way) for way in ways}
         if has_peer and mode != "sampling":
@@ -225,7 +206,7 @@ def measure_calls(
             runs[ctranslate2_peer.NAME] = ctranslate2_peer.way_of(
                 folder, chosen.tokenizer, inputs, options["num_beams"]
             )
-        found[mode] = whole_calls.measure(runs, new_tokens, rounds, chosen.model, is_drawn=mode == "sampling")
+        found[mode] = whole_calls.measure(runs, new_tokens, rounds, chosen.model)
     return found
 
 
@@ -241,7 +222,7 @@ def _device(name: str) -> torch.device:
         if (device.index or 0) >= count:
             _fail(f"`--device` must be a GPU that torch sees (it sees {count}), got {name!r}; give --device cpu")
         device = torch.device("cuda", device.index or 0)
-    # Without its kernels nothing is fused, and there is nothing to measure.
+    # Without its kernels there is nothing to measure.
     if cause := backends.available(device)[device.type]:
         _fail(f"`--device` must have kernels, got {str(device)!r}: {cause}")
     if device.type == "cuda":

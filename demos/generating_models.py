@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import signal
 import sys
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.whole_step import entry, row_form
+from fused_topk.generation.whole_step import entry, reasons, row_form
 from generate_comparison import SmallerIndexFirst
 
 # The token that stands where an image is.
@@ -280,14 +281,13 @@ def row_of(kind: type) -> Row:
         except (Exception, _TooLong) as error:
             return Row(kind.__name__, "", "none", f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}")
         reads = "images" if "pixel_values" in calls[0] else "text"
-        before = stats()
-        with SmallerIndexFirst(), fused_decoding(model, whole_step="eager"):
+        stats(reset=True)
+        with SmallerIndexFirst(), fused_decoding(model):
             found = [model.generate(**each) for each in calls]
-        after = stats()
-        new = [name for name, number in after.not_whole.items() if number != before.not_whole.get(name)]
+        new = [*stats(reset=True).reasons]
         is_equal = all(torch.equal(one, other) for one, other in zip(stock, found, strict=True))
         if new:
-            return Row(kind.__name__, reads, f"old path: {new[0]}", str(is_equal))
+            return Row(kind.__name__, reads, f"stock: {new[0]}", str(is_equal))
         # Whole steps are made for the part of the model that writes the text.
         ready = next(each for part in model.modules() if (each := entry._ready.get(part)) is not None)
         form = row_form.decoder_of(ready.twin).__name__
@@ -319,6 +319,8 @@ def main() -> None:
     names = parser.parse_args().names
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     signal.signal(signal.SIGALRM, _raise_too_long)
+    # These small models write from few logits, too.
+    reasons.FEW_LOGITS = 0
     print("| class | reads | whole steps | equal to stock |\n| --- | --- | --- | --- |", flush=True)
     made = []
     for kind in kinds():
@@ -328,9 +330,21 @@ def main() -> None:
         made.append(row)
         print(f"| {row.name} | {row.reads} | {row.way} | {row.equal} |", flush=True)
     run = [row for row in made if row.way != "none"]
-    served = [row for row in run if not row.way.startswith("old path")]
+    served = [row for row in run if not row.way.startswith("stock")]
     differ = [row.name for row in run if row.equal != "True"]
-    print(f"\n{len(made)} classes, {len(run)} that this script runs, {len(served)} served; differ: {differ}")
+    print(f"\n{grouped(run)}\n")
+    print(f"{len(made)} classes, {len(run)} that this script runs, {len(served)} served; differ: {differ}")
+
+
+def grouped(rows: list[Row]) -> str:
+    """A table with a line for each way. `+` stands for ForConditionalGeneration; ForCausalLM and LMHeadModel are left out."""
+    found: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row.way.startswith("stock")):
+        name = re.sub("(ForCausalLM|LMHeadModel)$", "", row.name).replace("ForConditionalGeneration", "+")
+        way = re.sub(f"{row.name} |( raises \\w+).*", r"\1", row.way)
+        found.setdefault(way + ", after an image" * (row.reads == "images"), []).append(name)
+    lines = [f"| {way} ({len(names)}) | {', '.join(names)} |" for way, names in found.items()]
+    return "\n".join(["| way | classes |", "|---|---|", *lines])
 
 
 def _raise_too_long(*_: Any) -> None:

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fused generate() costs and saves: stock against fused, in one run, on true shapes with random weights.
+"""What generate() costs in whole steps and otherwise, all ways in turns, on true shapes with random weights.
 
-Three measurements for each shape. The selection step by itself, from the model's logits to the chosen tokens: its time
-on the GPU (replays of a CUDA graph), beside `beam_topk` or `topk` alone, its time on the host, and its scratch memory. A
-whole generate(): wall time, stock and fused in turns. All kernels of a few steps of generate(), from torch's profiler. Then
-whole calls in all ways, whole steps too: first call, first token, step, and memory beyond the weights.
+For each shape and way: first call, first token, step, and memory beyond the weights.
 
-    python demos/generation_cost.py --json out/generation_cost.json       # a GPU: every shape, about three minutes
+    python demos/generation_cost.py --json out/generation_cost.json       # a GPU: every shape, about two minutes
     python demos/generation_cost.py --case small-beam --device cpu
 """
 
@@ -14,12 +11,9 @@ from __future__ import annotations
 
 import gc
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -35,16 +29,12 @@ from transformers import (
     T5Config,
 )
 
-import fused_topk
 import whole_calls
 from benchmark.command_options import device_of
 from benchmark.report import origin
 from causal_models import RANDOM_SHAPES
-from fused_topk.cuda_runtime.capture import Graph
-from fused_topk.generation import fused_decoding, stats
 from fused_topk.machine import describe
-from generate_comparison import peak_on_gpu
-from selection_step import BeamStep, GreedyStep
+from whole_calls import COMPILED, STATIC, STOCK, WHOLE, Calls
 
 NLLB_600M = M2M100Config(
     vocab_size=256206,
@@ -95,81 +85,10 @@ CASES = {
 }
 
 
-@dataclass
-class Cost:
-    """The costs of one way, stock or fused. Times in µs of one step; None where a machine cannot tell."""
-
-    selection_gpu: float | None = None
-    selection_host: float | None = None
-    selection_scratch_bytes: int | None = None
-    generate_step: float | None = None
-    generate_step_least: float | None = None
-    generate_peak_bytes: int | None = None
-    profiled_gpu: float | None = None
-
-
-def measure_selection(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Cost], float]:
-    """The costs of both ways, and the time of the package's function alone on the same logits."""
-    vocab_size = case.config.vocab_size
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    if case.beams > 1:
-        step = BeamStep(case.batch, case.beams, vocab_size, **options)
-        logits = step.logits.view(case.batch, case.beams, vocab_size)
-
-        def alone() -> Any:
-            return fused_topk.beam_topk(logits, step.beam_scores, 2 * case.beams, normalize="all")
-    else:
-        step = GreedyStep(case.batch, vocab_size, **options)
-
-        def alone() -> Any:
-            return fused_topk.topk(step.logits[:, -1], 1)
-
-    costs = {}
-    with torch.no_grad():
-        for name, run in (("stock", step.stock), ("fused", step.fused)):
-            times = _gpu_time(run, device), _host_time(run, device)
-            costs[name] = Cost(*times, peak_on_gpu(run) if device.type == "cuda" else None)
-        return costs, _gpu_time(alone, device)
-
-
-def _gpu_time(run: Callable[[], Any], device: torch.device, replays: int = 30) -> float:
-    """Median µs of a replay of the captured step: the GPU's time alone. On a CPU the time of a call."""
-    if device.type == "cpu":
-        run()
-        return statistics.median(_timed(run) for _ in range(10))
-    graph = Graph(run, device)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    graph.replay()
-    for mark in marks[:-1]:
-        mark.record()
-        graph.replay()
-    marks[-1].record()
-    torch.cuda.synchronize()
-    return statistics.median(1e3 * start.elapsed_time(end) for start, end in pairwise(marks))
-
-
-def _host_time(run: Callable[[], Any], device: torch.device, calls: int = 20) -> float | None:
-    """Median µs that the host takes to launch the step, without waiting for the GPU."""
-    if device.type == "cpu":
-        return None
-    times = []
-    for _ in range(10):
-        torch.cuda.synchronize()
-        times.append(_timed(lambda: [run() for _ in range(calls)]) / calls)
-    torch.cuda.synchronize()
-    return statistics.median(times)
-
-
-def _timed(run: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    run()
-    return 1e6 * (time.perf_counter() - started)
-
-
-def measure_generate(
-    case: Case, dtype: torch.dtype, device: torch.device, seconds: float, costs: dict[str, Cost], is_compiled: bool
-) -> dict[str, Any]:
-    """Adds the costs of whole generate() calls, stock and fused in turns for about `seconds`; facts about the run."""
+def measure(
+    case: Case, dtype: torch.dtype, device: torch.device, rounds: int, is_compiled: bool
+) -> tuple[dict[str, Calls], int]:
+    """The calls of each way, and the number of the model's parameters."""
     torch.manual_seed(0)
     kind = AutoModelForSeq2SeqLM if case.config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device(device):
@@ -181,73 +100,18 @@ def measure_generate(
         5, case.config.vocab_size, (case.batch, case.prompt), generator=torch.Generator().manual_seed(0)
     )
     inputs = {"input_ids": prompts.to(device), "attention_mask": torch.ones_like(prompts).to(device)}
-
-    def generate(new_tokens: int = case.new_tokens) -> torch.Tensor:
-        found = model.generate(**inputs, max_new_tokens=new_tokens, num_beams=case.beams, do_sample=False)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return found
-
-    def run(name: str, new_tokens: int = case.new_tokens) -> torch.Tensor:
-        if name == "stock":
-            return generate(new_tokens)
-        with fused_decoding(model, whole_step=False):
-            return generate(new_tokens)
-
-    found = {name: run(name) for name in costs}
-    first = _timed(lambda: run("stock"))
-    rounds = max(3, min(200, int(seconds * 1e6 / (2 * first))))
-    times: dict[str, list[float]] = {name: [] for name in costs}
-    stats(reset=True)
-    for turn in range(rounds):
-        # Which goes first alternates.
-        for name in sorted(costs, reverse=bool(turn % 2)):
-            times[name].append(_timed(lambda name=name: run(name)) / case.new_tokens)
-    steps = stats(reset=True)
     options: dict[str, Any] = {"num_beams": case.beams, "do_sample": False}
     if case.returns_all:
         options["num_return_sequences"] = case.beams
-    ways = [whole_calls.STOCK, whole_calls.FUSED, whole_calls.WHOLE, whole_calls.STATIC]
-    # On a CPU whole steps are compiled in any case.
-    ways[3:3] = [whole_calls.COMPILED] if is_compiled and device.type == "cuda" else []
+    ways = [STOCK, WHOLE, *([COMPILED] if is_compiled else []), STATIC]
     runs = {way: whole_calls.way_of(model, inputs, options, way) for way in ways}
-    calls = whole_calls.measure(runs, case.new_tokens, max(3, min(rounds, 9)), model)
-    for name, cost in costs.items():
-        cost.generate_step, cost.generate_step_least = statistics.median(times[name]), min(times[name])
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            run(name)
-            cost.generate_peak_bytes = torch.cuda.max_memory_allocated()
-            cost.profiled_gpu = _profiled(lambda name=name: run(name, 8)) / 8
-    same = (found["stock"] == found["fused"]).all(-1).float().mean().item()
-    ratios = [fused / stock for stock, fused in zip(times["stock"], times["fused"], strict=True)]
-    return {
-        # Ratios of calls that follow each other: what else the machine does then slows both.
-        "fused_to_stock": statistics.median(ratios),
-        "fused_to_stock_quartiles": statistics.quantiles(ratios, n=4)[::2],
-        "parameters": model.num_parameters(),
-        "rounds": rounds,
-        "steps_fused": steps.fused,
-        "steps_fallback": steps.reasons,
-        # bfloat16 logits of random weights tie; torch.topk takes any of equals, the fused path the smaller index.
-        "share_of_same_sequences": same,
-        "whole_calls": {way: asdict(each) for way, each in calls.items()},
-    }
-
-
-def _profiled(run: Callable[[], Any]) -> float:
-    """µs of all kernels on the GPU during the call."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        run()
-    return sum(each.self_device_time_total for each in profiled.key_averages())
+    return whole_calls.measure(runs, case.new_tokens, rounds, model), model.num_parameters()
 
 
 def main(
     case: Annotated[list[str], typer.Option(metavar="|".join(CASES), help="Which shapes; by default all.")] = [],  # noqa: B006
     device: Annotated[str, typer.Option(help="By default a GPU where there is one.")] = "",
-    seconds: Annotated[float, typer.Option(help="For the rounds of generate() of each shape.")] = 8.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each way, of which the median counts.")] = 5,
     json_path: Annotated[str, typer.Option("--json", metavar="PATH", help="Where to write every number.")] = "",
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Also compile whole steps: up to a minute each.")
@@ -259,28 +123,26 @@ def main(
     transformers.logging.set_verbosity_error()
     place = device_of(device)
     if place.type == "cuda":
-        # What counts memory looks at the current GPU.
+        # Memory is counted of the current GPU.
         torch.cuda.set_device(place)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     results: dict[str, Any] = {**origin(describe()), "device": str(place), "dtype": str(dtype), "cases": {}}
-    print("times in µs of one step, stock / fused; alone: beam_topk or topk on the same logits")
     for name in case or CASES:
         started = time.perf_counter()
         try:
-            costs, alone = measure_selection(CASES[name], dtype, place)
-            facts = measure_generate(CASES[name], dtype, place, seconds, costs, compiled)
+            calls, parameters = measure(CASES[name], dtype, place, rounds, compiled)
         except torch.OutOfMemoryError as error:
             print(f"{name}: out of memory ({error})", file=sys.stderr, flush=True)
             continue
         results["cases"][name] = {
-            **facts,
-            "function_alone_gpu": alone,
-            **{way: asdict(cost) for way, cost in costs.items()},
+            "parameters": parameters,
+            "rounds": rounds,
+            "whole_calls": {way: asdict(each) for way, each in calls.items()},
             "seconds": time.perf_counter() - started,
         }
-        print(_line(name, costs, alone, facts, time.perf_counter() - started), flush=True)
-        for way, calls in facts["whole_calls"].items():
-            print(_call_line(way, calls), flush=True)
+        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+        for way, each in calls.items():
+            print(_line(way, each), flush=True)
         # After each shape, so that an interrupted run has what it found.
         if json_path:
             Path(json_path).parent.mkdir(parents=True, exist_ok=True)
@@ -291,31 +153,13 @@ def main(
             torch.cuda.empty_cache()
 
 
-def _line(name: str, costs: dict[str, Cost], alone: float, facts: dict[str, Any], seconds: float) -> str:
-    stock, fused = costs["stock"], costs["fused"]
-
-    def pair(field: str, scale: float = 1.0) -> str:
-        values = [getattr(cost, field) for cost in (stock, fused)]
-        return "-" if None in values else " / ".join(f"{value * scale:,.1f}" for value in values)
-
-    low, high = facts["fused_to_stock_quartiles"]
-    return (
-        f"{name}: selection {pair('selection_gpu')} (alone {alone:,.1f}), host {pair('selection_host')}, "
-        f"scratch MB {pair('selection_scratch_bytes', 1e-6)}; generate {pair('generate_step')} ("
-        f"{facts['fused_to_stock'] - 1:+.1%}, middle half {low - 1:+.1%} to {high - 1:+.1%}, {facts['rounds']} rounds), "
-        f"least {pair('generate_step_least')}, all kernels {pair('profiled_gpu')}, "
-        f"peak MB {pair('generate_peak_bytes', 1e-6)}; same {facts['share_of_same_sequences']:.0%}, "
-        f"fallbacks {facts['steps_fallback'] or 'none'}; {seconds:.0f} s"
-    )
-
-
-def _call_line(way: str, calls: dict[str, Any]) -> str:
-    peak = calls["peak_beyond_weights"]
+def _line(way: str, calls: Calls) -> str:
+    peak = calls.peak_beyond_weights
     memory = "" if peak is None else f", {peak / 1e9:.2f} GB beyond the weights"
-    otherwise = f", ran otherwise: {calls['not_as_asked']}" if calls["not_as_asked"] else ""
+    otherwise = f", ran otherwise: {calls.not_as_asked}" if calls.not_as_asked else ""
     return (
-        f"  {way}: first call {calls['first_call']:.2f} s, first token {1e3 * calls['first_token']:.1f} ms, step "
-        f"{1e3 * calls['step']:.2f} ms, same {calls['share_of_same']:.0%}{memory}{otherwise}"
+        f"  {way}: first call {calls.first_call:.2f} s, first token {1e3 * calls.first_token:.1f} ms, step "
+        f"{1e3 * calls.step:.2f} ms, same {calls.share_of_same:.0%}{memory}{otherwise}"
     )
 
 

@@ -6,13 +6,14 @@ end token. The model counts: after a token comes the next one, so every way, how
 For each: the first call, a later one, the step, and the most memory beyond the weights.
 
     python demos/room_cost.py                                       # a GPU: Llama of 1B parameters' shape, a minute
-    python demos/room_cost.py --model small --prompt 32 --written 24 --way eager
+    python demos/room_cost.py --model small --prompt 32 --written 24
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import torch
@@ -33,7 +34,7 @@ def main(
     room: Annotated[list[int], typer.Option(help="Values of max_new_tokens.")] = [64, 2048, 4096],  # noqa: B006
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     written: Annotated[int, typer.Option(help="Tokens that are written.")] = 64,
-    way: Annotated[list[str], typer.Option(help="stock, captured, compiled or eager.")] = ["stock", "captured"],  # noqa: B006
+    way: Annotated[list[str], typer.Option(help="stock, whole or compiled.")] = ["stock", "whole"],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Timed calls, of which the median is printed.")] = 5,
 ) -> None:
     transformers.logging.set_verbosity_error()
@@ -44,7 +45,6 @@ def main(
         model = AutoModelForCausalLM.from_config(MODELS[model_name], dtype=dtype).eval()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     _let_it_count(model)
-    whole = {"stock": False, "captured": True, "compiled": "compiled", "eager": "eager"}
     for name in shape:
         batch, beams = map(int, name.split("x"))
         ids = torch.randint(5, model.config.vocab_size, (batch, prompt), device=device)
@@ -56,7 +56,7 @@ def main(
             options["eos_token_id"] = ((ids[:, -1] + written) % model.config.vocab_size).tolist()
         for each in way:
             for allowed in room:
-                _tell(model, inputs, {**options, "max_new_tokens": allowed}, name, each, whole[each], rounds)
+                _tell(model, inputs, {**options, "max_new_tokens": allowed}, name, each, rounds)
             disable(model)
 
 
@@ -67,14 +67,14 @@ def _let_it_count(model: Any) -> None:
     model.get_output_embeddings().weight = torch.nn.Parameter(embeddings.roll(1, 0) / 500, requires_grad=False)
 
 
-def _tell(model: Any, inputs: dict[str, Any], options: Any, name: str, way: str, whole_step: Any, rounds: int) -> None:
+def _tell(model: Any, inputs: dict[str, Any], options: Any, name: str, way: str, rounds: int) -> None:
     is_cuda = inputs["input_ids"].is_cuda
 
     def run(**more: Any) -> tuple[float, int]:
         if is_cuda:
             torch.cuda.synchronize()
         started = time.perf_counter()
-        with fused_decoding(model, whole_step=whole_step):
+        with nullcontext() if way == "stock" else fused_decoding(model, compile=way == "compiled"):
             found = model.generate(**inputs, **{**options, **more})
         if is_cuda:
             torch.cuda.synchronize()
@@ -89,11 +89,10 @@ def _tell(model: Any, inputs: dict[str, Any], options: Any, name: str, way: str,
     if is_cuda:
         beyond = torch.cuda.max_memory_reserved() - sum(weight.nbytes for weight in model.parameters())
         peak = f", {beyond / 1e9:.2f} GB reserved beyond the weights"
-    steps = stats()
     print(
         f"{name} {way}, max_new_tokens {options['max_new_tokens']}: {written} written, first call {1e3 * first:.0f} ms, call "
         f"{1e3 * call:.0f} ms, step {1e3 * (call - prompt) / max(1, written - 1):.2f} ms{peak}"
-        f" {steps.not_whole or ''} {steps.not_compiled or ''}",
+        f" {stats().reasons or ''}",
         flush=True,
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""generate() of a tensor-parallel Llama: stock, fused, and in whole steps, in turns.
+"""generate() of a tensor-parallel Llama: stock and in whole steps, in turns.
 
     torchrun --nproc-per-node 2 demos/tensor_parallel_cost.py > cost.json     # GPUs: 8 layers of Llama 8B's sizes, under two minutes
     torchrun --nproc-per-node 2 demos/tensor_parallel_cost.py --tiny          # CPUs: shows that it runs
@@ -35,7 +35,7 @@ from fused_topk.generation import disable, enable, stats
 SIZES = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
 TINY = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
 CASES = {"greedy 8": (8, 1), "beams 8 x 4": (8, 4)}
-STOCK, FUSED, WHOLE = "stock", "fused", "whole step"
+STOCK, WHOLE = "stock", "whole step"
 # A minute for a collective, and three for all, in seconds.
 LIMIT, LONGEST = timedelta(seconds=60), 180
 
@@ -157,15 +157,14 @@ def _measured(model: Any, options: argparse.Namespace, device: torch.device, bat
         _wait(device)
         return time.perf_counter() - started, tokens
 
-    # On a CPU steps are whole where they are asked for.
-    ways: dict[str, Any] = {STOCK: None, FUSED: False, WHOLE: "eager" if device.type == "cpu" else True}
+    ways = STOCK, WHOLE
     times: dict[str, dict[str, list[float]]] = {way: {"first": [], "call": [], "token": []} for way in ways}
     counted: dict[str, str] = {}
     sequences: dict[str, Tensor] = {}
     for _ in range(options.turns):
-        for way, whole_step in ways.items():
-            if way != STOCK:
-                enable(model, whole_step=whole_step)
+        for way in ways:
+            if way == WHOLE:
+                enable(model)
             stats(reset=True)
             # With all that is loaded, tried and captured.
             times[way]["first"].append(generate(options.new_tokens)[0])

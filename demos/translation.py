@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation with an encoder-decoder and fused beam search: English numbers into German ones.
+"""Translation with an encoder-decoder and beam search in whole steps: English numbers into German ones.
 
     $ python demos/translation.py "nine hundred forty one" "seven thousand sixty two"
     nine hundred forty one: neunhunderteinundvierzig
@@ -139,8 +139,8 @@ def main(
         found = translate_numbers(trained(steps), [text.split() for text in texts], beams)
     for text, translation in zip(texts, found, strict=True):
         print(f"{text}: {translation}")
-    steps_taken = stats()
-    print(f"Decoding steps fused: {steps_taken.fused}; with stock operations: {steps_taken.reasons or 'none'}.")
+    counted = stats()
+    print(f"Tokens in whole steps: {counted.whole}; calls that ran as stock: {counted.reasons or 'none'}.")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole generate() calls, several ways in turns: the first token, each further one, memory, and whether the results agree.
 
-The ways: stock; fused, transformers' loop with tokens chosen in one read of the logits; whole step, where beams share their prompt and
-nothing of the cache is copied (on a GPU one replay of a CUDA graph a token, on a CPU one call of compiled code); on a GPU
-the same compiled; on a CPU the same uncompiled; and transformers' static cache, whose forward pass it compiles on a GPU.
+The ways: stock; whole step, where beams share their prompt and nothing of the cache is copied (on a GPU one replay of a CUDA graph a
+token); the same compiled; and transformers' static cache, whose forward pass it compiles on a GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from torch import Tensor
 
 from fused_topk.generation import fused_decoding, stats
 
-STOCK, FUSED, WHOLE, STATIC = "stock", "fused", "whole step", "static cache"
-COMPILED, UNCOMPILED = "whole step, compiled", "whole step, uncompiled"
-_WHOLE_STEP: dict[str, bool | str] = {FUSED: False, WHOLE: True, COMPILED: "compiled", UNCOMPILED: "eager"}
+STOCK, WHOLE, COMPILED, STATIC = "stock", "whole step", "whole step, compiled", "static cache"
 
 
 @dataclass
@@ -34,7 +31,7 @@ class Calls:
         first_token: the median of calls for one token.
         step: of each further token.
         peak_beyond_weights: None where a device does not tell.
-        share_of_same: of the sequences those that are stock's; None where both are drawn.
+        share_of_same: of the sequences those that are stock's.
         not_as_asked: for each reason, how many calls ran otherwise.
     """
 
@@ -42,17 +39,18 @@ class Calls:
     first_token: float = 0.0
     step: float = 0.0
     peak_beyond_weights: int | None = None
-    share_of_same: float | None = None
+    share_of_same: float = 0.0
     not_as_asked: dict[str, int] = field(default_factory=dict)
 
 
 def way_of(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], way: str) -> Callable[[int], Tensor]:
-    """A function that generates that many tokens that way."""
+    """A function that generates that many tokens that way, of the same seed in each call."""
     more = {"cache_implementation": "static"} if way == STATIC else {}
 
     def generate(new_tokens: int) -> Tensor:
-        is_ours = way in _WHOLE_STEP
-        with fused_decoding(model, sampling=True, whole_step=_WHOLE_STEP[way]) if is_ours else nullcontext():
+        is_ours = way in (WHOLE, COMPILED)
+        torch.manual_seed(0)
+        with fused_decoding(model, compile=way == COMPILED) if is_ours else nullcontext():
             lengths = {"max_new_tokens": new_tokens, "min_new_tokens": None}
             found: Tensor = model.generate(**inputs, **options, **lengths, **more)
             return found
@@ -60,10 +58,8 @@ def way_of(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], way: 
     return generate
 
 
-def measure(
-    ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: int, model: Any, is_drawn: bool = False
-) -> dict[str, Calls]:
-    """The calls of each way, in turns. A way that raises is left out, but for stock. Sequences that are drawn are not compared."""
+def measure(ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: int, model: Any) -> dict[str, Calls]:
+    """The calls of each way, in turns. A way that raises is left out, but for stock."""
     found: dict[str, Calls] = {}
     sequences: dict[str, Tensor] = {}
     stats(reset=True)
@@ -79,8 +75,7 @@ def measure(
             print(f"{way}: left out ({type(error).__name__}: {str(error).partition(chr(10))[0][:100]})", flush=True)
             continue
         found[way] = Calls(seconds)
-        steps = stats(reset=True)
-        found[way].not_as_asked = {**steps.reasons, **steps.not_whole, **steps.not_compiled}
+        found[way].not_as_asked = stats(reset=True).reasons
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in found}
     for turn in range(rounds):
         # Which goes first alternates.
@@ -89,8 +84,7 @@ def measure(
     for way, calls in found.items():
         calls.first_token, whole = (statistics.median(each) for each in zip(*times[way], strict=True))
         calls.step = (whole - calls.first_token) / (new_tokens - 1)
-        if not is_drawn:
-            calls.share_of_same = _share_of_same(sequences[way], sequences[STOCK])
+        calls.share_of_same = share_of_same(sequences[way], sequences[STOCK])
         if torch.cuda.is_available() and model.device.type == "cuda":
             weights = sum(weight.nbytes for weight in {id(each): each for each in model.parameters()}.values())
             torch.cuda.synchronize()
@@ -108,5 +102,6 @@ def _timed(generate: Callable[[int], Tensor], new_tokens: int) -> tuple[float, T
     return time.perf_counter() - started, found
 
 
-def _share_of_same(found: Tensor, expected: Tensor) -> float:
+def share_of_same(found: Tensor, expected: Tensor) -> float:
+    """How many of the texts are equal, from 0 to 1."""
     return 0.0 if found.shape != expected.shape else float((found == expected).all(-1).float().mean())

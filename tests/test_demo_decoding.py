@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main demo in small: a model of a few steps' training, decoded stock and fused on the CPU."""
+"""The main demo in small: a model of a few steps' training, decoded by stock and in whole steps on the CPU."""
 
 from __future__ import annotations
 
@@ -81,16 +81,12 @@ def test_demo_decodes_plots_and_writes_its_numbers(tiny_model, tmp_path):
     assert result.output.count("Passed") == 3 and "FAILED" not in result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
     found = json.loads(numbers.read_text(encoding="utf-8"))
-    assert [mode["mode"] for mode in found["modes"]] == ["beam search", "greedy", "sampling"]
-    for mode in found["modes"]:
-        assert mode["is_right"] and mode["fallbacks"] == {}
-        # Two rounds of six steps, without the first of each.
-        assert {way: len(each["steps"]) for way, each in mode["ways"].items()} == {"stock": 10, "fused": 10}
+    assert [each["mode"] for each in found["checks"]] == ["beam search", "greedy", "sampling"]
     assert found["calls"].keys() == {"beam search", "greedy", "sampling"}
-    for mode, ways in found["calls"].items():
-        assert {"stock", "fused", "whole step"} <= ways.keys()
-        assert ways["whole step"]["share_of_same"] == (None if mode == "sampling" else 1.0)
-        assert ways["fused"]["not_as_asked"] == ways["whole step"]["not_as_asked"] == {}
+    for ways in found["calls"].values():
+        assert {"stock", "whole step", "whole step, compiled"} <= ways.keys()
+        for way in ("whole step", "whole step, compiled"):
+            assert ways[way]["share_of_same"] == 1.0 and ways[way]["not_as_asked"] == {}
         assert all(each["first_token"] > 0 for each in ways.values())
 
 
@@ -140,23 +136,15 @@ def test_demo_says_at_once_that_a_device_has_no_kernels(tiny_model):
 
 @pytest.mark.exhaustive
 def test_demo_notices_wrong_results(tiny_model, monkeypatch, tmp_path):
-    from fused_topk.generation.choice import selection
-    from fused_topk.generation.choice.rows import Rows
+    from fused_topk.generation.whole_step import draws
 
-    # What greedy search and sampling choose from.
-    for name in ("best", "sample"):
-        right = getattr(selection, name)
-        monkeypatch.setattr(
-            selection,
-            name,
-            lambda rows, *rest, right=right: right(Rows(-rows.logits, rows.backend), *rest),
-        )
-    monkeypatch.setattr(Rows, "greatest", lambda rows: rows.logits.argmin(-1))
+    right = draws.noise
+    monkeypatch.setattr(draws, "noise", lambda *args: 1 / right(*args))
     options = ("--new-tokens", 6, "--batch", 2, "--rounds", 1, "--output", tmp_path / "plot.png")
     result = run_demo("--model", tiny_model, "--device", "cpu", *options)
     assert result.exit_code == 1
-    # Beam search does not use it.
-    assert result.output.count("Passed") == 1 and result.output.count("FAILED") == 2
+    # A search draws nothing.
+    assert result.output.count("Passed") == 2 and result.output.count("FAILED") == 1
 
 
 def test_interrupted_training_leaves_nothing_in_the_cache(monkeypatch, tmp_path):
@@ -213,7 +201,7 @@ def test_translation_and_its_options(capsys, threads):
     threads(1)
     translation.main(["twenty one", "nine hundred"], model="", target="", beams=3, steps=2)
     shown = capsys.readouterr().out
-    assert "twenty one: " in shown and "nine hundred: " in shown and "with stock operations: none" in shown
+    assert "twenty one: " in shown and "nine hundred: " in shown and "calls that ran as stock: none" in shown
     with pytest.raises(Exception, match="number words such as 'forty', got 'million'"):
         translation.main(["one million"], model="", target="", beams=3, steps=2)
 
@@ -232,7 +220,7 @@ def test_whole_calls_end_with_the_cause_if_stock_generate_fails():
         raise ValueError("the model's own error")
 
     with pytest.raises(ValueError, match="the model's own error"):
-        whole_calls.measure({whole_calls.STOCK: fails, whole_calls.FUSED: torch.ones}, 2, 1, model=None)
+        whole_calls.measure({whole_calls.STOCK: fails, whole_calls.WHOLE: torch.ones}, 2, 1, model=None)
 
 
 @pytest.mark.exhaustive
@@ -375,14 +363,12 @@ def test_cost_of_generation_on_a_cpu(monkeypatch, tmp_path, capsys, threads):
     )
     cases = {"beam": generation_cost.Case(small, 2, 3, 4), "greedy": generation_cost.Case(small, 2, 1, 4)}
     monkeypatch.setattr(generation_cost, "CASES", cases)
-    generation_cost.main(case=[], device="cpu", seconds=0.1, json_path=str(tmp_path / "cost.json"))
-    assert "beam: selection" in capsys.readouterr().out
+    generation_cost.main(case=[], device="cpu", rounds=1, json_path=str(tmp_path / "cost.json"))
+    assert "  whole step: first call" in capsys.readouterr().out
     written = json.loads((tmp_path / "cost.json").read_text(encoding="utf-8"))
     assert {"date", "git_commit", "machine"} <= written.keys()
     found = written["cases"]
     for each in found.values():
-        assert each["steps_fallback"] == {} and each["steps_fused"] > 0
-        assert each["share_of_same_sequences"] == 1.0
-        assert each["stock"]["generate_step"] > 0 and each["fused"]["selection_gpu"] > 0
+        assert each["parameters"] > 0 and each["whole_calls"]["stock"]["step"] > 0
         assert each["whole_calls"]["whole step"]["share_of_same"] == 1.0
         assert each["whole_calls"]["whole step"]["not_as_asked"] == {}

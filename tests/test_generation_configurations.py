@@ -15,13 +15,12 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from decoding import assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
 
-MODELS = ("gpt2", "llama", "mixtral", "mamba", "t5", "bart", "whisper")
+MODELS = ("gpt2", "llama", "mixtral", "t5", "bart", "whisper")
 PROCESSORS = {"bad_words_ids": [[1, 0]], "repetition_penalty": 1.2, "remove_invalid_values": True}
 # One token is left of each row, so that stock and fused draws are comparable.
 WARPERS = {"do_sample": True, "top_k": 1, "top_p": 0.7, "temperature": 0.7}
-RETURNED = {"output_scores": True, "output_logits": True, "output_attentions": True, "output_hidden_states": True}
+RETURNED = {"output_scores": True, "output_logits": True}
 BEAMS = {"num_beams": 2, "num_return_sequences": 2, "length_penalty": 2.0, "early_stopping": False}
-# Beams record scores of the whole vocabulary, which stock operations make.
 METHODS = {
     "greedy": {},
     "greedy_returned": RETURNED,
@@ -33,23 +32,17 @@ METHODS = {
 }
 
 
-def sampling(model):
-    return fused_decoding(model, sampling=True, whole_step=False)
-
-
-def assert_all_fused(stock, given, steps) -> None:
+def assert_all_whole(stock, given, steps) -> None:
     assert_same(stock, given)
-    assert steps.fused > 0 and steps.fallback == 0, steps.reasons
+    assert steps.whole > 0 and steps.stock == 0, steps.reasons
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", MODELS)
 def test_methods(name, method):
     options = {"max_new_tokens": 4, "output_scores": False, **PROCESSORS, **METHODS[method]}
-    if name == "mamba":
-        options.pop("output_attentions", None)
-    stock, given, steps = generate_both(tiny(name), fused=sampling, **options)
-    assert_all_fused(stock, given, steps)
+    stock, given, steps = generate_both(tiny(name), **options)
+    assert_all_whole(stock, given, steps)
     for field in ("scores", "logits"):
         assert (stock.get(field) is None) == (given.get(field) is None)
 
@@ -58,9 +51,6 @@ def test_methods(name, method):
 @pytest.mark.parametrize(
     "options",
     [
-        {"use_cache": False},
-        {"cache_implementation": "static", "disable_compile": True},
-        {"cache_implementation": "dynamic"},
         {"max_new_tokens": 1},
         {"min_new_tokens": 4, "max_new_tokens": 4},
         {"eos_token_id": [3, 5, 7], "min_length": 9},
@@ -68,7 +58,7 @@ def test_methods(name, method):
     ids=lambda options: "-".join(options),
 )
 def test_ways_to_run(options, beams):
-    assert_all_fused(
+    assert_all_whole(
         *generate_both(tiny("llama"), num_beams=beams, **{"max_new_tokens": 6, "output_scores": False, **options})
     )
 
@@ -79,7 +69,7 @@ def test_embeddings_for_tokens(beams):
     inputs = inputs_for(model)
     embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
     given = {"inputs_embeds": embedded, "attention_mask": inputs["attention_mask"]}
-    assert_all_fused(*generate_both(model, given, num_beams=beams, max_new_tokens=4, output_scores=False))
+    assert_all_whole(*generate_both(model, given, num_beams=beams, max_new_tokens=4, output_scores=False))
 
 
 def test_continued_from_a_cache():
@@ -99,17 +89,19 @@ def test_continued_from_a_cache():
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"prompt_lookup_num_tokens": 2}, "assisted"),
-        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
-        ({"do_sample": True, "typical_p": 0.9, "top_k": 1}, "TypicalLogitsWarper"),
-    ],
-    ids=["assisted", "guidance", "typical"],
+    "options", [{"guidance_scale": 1.5}, {"do_sample": True, "typical_p": 0.9, "top_k": 1}], ids=str
 )
-def test_what_cannot_be_fused_is_counted(options, reason):
+def test_processors_that_are_not_known(options):
+    assert_all_whole(*generate_both(tiny("llama"), inputs_for(tiny("llama"), batch=1), max_new_tokens=4, **options))
+
+
+def test_what_is_not_served_is_counted():
     model = tiny("llama")
-    inputs = inputs_for(model, batch=1)
-    stock, given, steps = generate_both(model, inputs, fused=sampling, max_new_tokens=4, output_scores=False, **options)
+    options = {"prompt_lookup_num_tokens": 2, "max_new_tokens": 4, "output_scores": False}
+    stock, given, steps = generate_both(model, inputs_for(model, batch=1), **options)
     assert_same(stock, given)
-    assert steps.fallback > 0 and any(reason in cause for cause in steps.reasons), steps.reasons
+    assert (
+        steps.stock > 0
+        and not steps.whole
+        and list(steps.reasons) == ["another mode of generate(), prompt_lookup_num_tokens"]
+    )

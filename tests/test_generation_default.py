@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from transformers import GenerationConfig
 
 from captured import as_on_a_gpu
-from decoding import SmallerIndexFirst, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk.generation import disable, enable, fused_decoding, generate, stats, ways
+from decoding import SmallerIndexFirst, inputs_for, one_thread, stats, tiny  # noqa: F401
+from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry, graphs, head, reasons
 from fused_topk.generation.whole_step.head import WholeHead
 from test_whole_step_rows import row_model
@@ -57,7 +57,7 @@ def test_beams_on_a_cpu_run_in_whole_steps():
     model = family("Llama")
     stock, given, steps = both(model, inputs_for(model), num_beams=3)
     assert torch.equal(stock, given)
-    assert steps.whole == steps.fused > 0 and steps.compiled == steps.captured == 0 and not steps.not_whole
+    assert steps.whole > 0 and steps.compiled == steps.captured == 0 and not steps.reasons
 
 
 @pytest.fixture(params=["head", "logits"])
@@ -74,7 +74,7 @@ def test_a_single_beam_on_a_cpu_runs_in_whole_steps(name, chooses_from):
     for padding in (0, 2):
         stock, given, steps = both(model, inputs_for(model, padding=padding), max_new_tokens=20)
         assert torch.equal(stock, given)
-        assert steps.whole == steps.fused > 0 and not steps.not_whole
+        assert steps.whole > 0 and not steps.reasons
 
 
 def test_beams_from_hidden_states(chooses_from, monkeypatch):
@@ -109,54 +109,34 @@ class TestFewLogits:
         inputs = inputs_for(self.model)
         stock, given, steps = both(self.model, inputs)
         assert torch.equal(stock, given)
-        assert (steps.fused, steps.reasons, steps.not_whole) == (0, {self.WHY: 8}, {self.WHY: 1})
-        stats(reset=True)
-        given = self.model.generate(**inputs, **OPTIONS, custom_generate=generate)
-        assert torch.equal(stock, given) and stats(reset=True).reasons == {self.WHY: 8}
+        assert steps[:3] == (0, 8, {self.WHY: 1})
 
     def test_more_run_in_whole_steps(self):
         few = inputs_for(self.model)
         more = {name: torch.cat([each, each[:1]]) for name, each in few.items()}
-        enable(self.model)
-        for given, whole in ((few, 0), (more, 8)):
-            ids, mask = given["input_ids"], given["attention_mask"]
-            embeds = self.model.get_input_embeddings()(ids)
-            of_call = {**OPTIONS, "attention_mask": mask}
-            for args, kwargs in (((ids,), {}), ((), {"inputs": ids}), ((), {"inputs_embeds": embeds})):
-                stats(reset=True)
-                self.model.generate(*args, **kwargs, **of_call)
-                assert stats(reset=True).whole == whole
+        with fused_decoding(self.model):
+            for given, whole in ((few, 0), (more, 8)):
+                ids, mask = given["input_ids"], given["attention_mask"]
+                embeds = self.model.get_input_embeddings()(ids)
+                of_call = {**OPTIONS, "attention_mask": mask}
+                for args, kwargs in (((ids,), {}), ((), {"inputs": ids}), ((), {"inputs_embeds": embeds})):
+                    stats(reset=True)
+                    self.model.generate(*args, **kwargs, **of_call)
+                    assert stats(reset=True).whole == whole
 
     def test_what_is_asked_for_is_done(self):
         inputs = inputs_for(self.model)
         assert both(self.model, inputs, num_beams=2)[2].whole > 0
         assert both(self.model, inputs, generation_config=GenerationConfig(num_beams=2))[2].whole > 0
         for options, asked in (
-            ({"whole_step": "eager"}, {}),
-            ({"whole_step": False}, {}),
             ({"topk_per_step": 2}, {}),
-            ({"sampling": True}, {"do_sample": True}),
+            ({}, {"do_sample": True}),
         ):
             stats(reset=True)
             with fused_decoding(self.model, **options) as block:
                 self.model.generate(**inputs, **{**OPTIONS, **asked})
-            assert stats(reset=True).fused == 8
+            assert stats(reset=True).whole == 8
             assert len(block.topk) == (8 if "topk_per_step" in options else 0)
-
-    def test_a_choice_alone_is_left_to_stock_with_beams_too(self, monkeypatch):
-        """Of a model that is not served in whole steps."""
-        model = row_model("T5")
-        source = source_for(model)
-        rows = len(next(iter(source.values())))
-        few = rows * 2 * model.config.vocab_size + 1
-        for num_beams, limit, fused in ((1, few, False), (2, few, False), (3, few, True), (2, few - 1, True)):
-            monkeypatch.setattr(reasons, "FEW_LOGITS", limit)
-            stock, given, steps = both(model, source, num_beams=num_beams)
-            assert torch.equal(stock, given) and bool(steps.fused) == fused and steps.whole == 0
-            assert set(steps.reasons) == (set() if fused else {self.WHY})
-            assert steps.not_whole == {self.WHY if num_beams == 1 else "a row for each beam on a CPU": 1}
-            model.generate(**source, **OPTIONS, num_beams=num_beams, custom_generate=generate)
-            assert bool(stats(reset=True).fused) == fused
 
     @pytest.mark.parametrize("error", [None, AttributeError, ValueError, TypeError])
     def test_a_model_that_does_not_say_how_many_they_are(self, error):
@@ -183,26 +163,12 @@ class TestFewLogits:
         assert set(stats(reset=True).reasons) == {"assistant_model"}
 
 
-def test_what_is_not_asked_for_is_prepared_once():
-    model = copy.deepcopy(encoder_decoder("Bart"))
-    runs = []
-    model.get_encoder().register_forward_hook(lambda *_: runs.append(1))
-    model.generation_config.do_sample = True
-    config = GenerationConfig(do_sample=True, max_new_tokens=4, decoder_start_token_id=2)
-    with fused_decoding(model):
-        for options in ({"generation_config": config}, {"max_new_tokens": 4}):
-            runs.clear()
-            stats(reset=True)
-            model.generate(**source_for(model), **options)
-            assert len(runs) == 1 and stats().not_whole == {"a forward hook of a BartEncoder": 1}
-
-
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_on_a_gpu_steps_are_captured_from_the_first_call_on(on_a_gpu, num_beams):
     model = copy.deepcopy(family("Llama"))
     stock, given, steps = both(model, inputs_for(model), num_beams=num_beams)
     assert torch.equal(stock, given)
-    assert steps.captured == steps.whole == steps.fused > 0 and not steps.not_whole
+    assert steps.captured == steps.whole > 0 and not steps.reasons
 
 
 def test_a_capture_that_fails_leaves_the_call_to_the_stock_loop(on_a_gpu, monkeypatch, caplog):
@@ -213,7 +179,7 @@ def test_a_capture_that_fails_leaves_the_call_to_the_stock_loop(on_a_gpu, monkey
     model = copy.deepcopy(family("Llama"))
     stock, given, steps = both(model, inputs_for(model), num_beams=3)
     assert torch.equal(stock, given)
-    assert steps.whole == 0 and steps.fused > 0 and "no graphs here" in str(steps.not_whole)
+    assert steps.whole == 0 and steps.stock > 0 and "no graphs here" in str(steps.reasons)
     assert not caplog.records
 
 
@@ -221,7 +187,7 @@ def test_a_result_that_can_go_on_has_its_cache():
     model = family("Llama")
     stock, given, steps = both(model, inputs_for(model), num_beams=3, return_dict_in_generate=True)
     assert given.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length() > 6
-    assert steps.whole > 0 and not steps.not_whole
+    assert steps.whole > 0 and not steps.reasons
 
 
 def test_nothing_is_said_of_what_is_not_served(caplog):
@@ -229,20 +195,7 @@ def test_nothing_is_said_of_what_is_not_served(caplog):
     with caplog.at_level(logging.WARNING):
         stock, given, steps = both(model, inputs_for(model), num_beams=2)
     assert torch.equal(stock, given)
-    assert steps.whole == 0 and steps.not_whole and not caplog.records
-
-
-def test_a_model_that_is_known_not_to_be_served_is_prepared_once(monkeypatch):
-    """The first call is prepared for whole steps before its model is tried, later ones are not."""
-    model = copy.deepcopy(row_model("T5"))
-    made, loop = [], ways.Loop
-    monkeypatch.setattr(ways, "Loop", lambda *arguments: made.append(1) or loop(*arguments))
-    with fused_decoding(model):
-        for _ in range(2):
-            stats(reset=True)
-            model.generate(**source_for(model), **OPTIONS, num_beams=2)
-            assert stats(reset=True).not_whole == {"a row for each beam on a CPU": 1}
-    assert len(made) == 1
+    assert steps.whole == 0 and steps.reasons and not caplog.records
 
 
 def test_a_model_is_looked_at_once_a_call(monkeypatch):
@@ -254,29 +207,14 @@ def test_a_model_is_looked_at_once_a_call(monkeypatch):
         assert steps.whole > 0 and looked_at == [model] * number
 
 
-def test_steps_that_cannot_be_kept_are_left_to_the_stock_loop_on_a_gpu(on_a_gpu, monkeypatch):
-    # The model is on a CPU.
-    monkeypatch.setattr(entry, "_of_default", lambda ready: None)
+def test_steps_that_cannot_be_kept_are_left_to_the_stock_loop_on_a_gpu(on_a_gpu):
     model = row_model("GPTNeo")
     stock, given, steps = both(model, inputs_for(model), num_beams=3)
     assert torch.equal(stock, given)
-    assert steps.whole == 0 and steps.not_whole == {"steps that cannot be kept": 1}
+    assert steps.whole == 0 and steps.reasons == {"steps that cannot be kept": 1}
 
 
 def test_encoder_decoders_run_in_whole_steps():
     model = encoder_decoder("Bart")
     stock, given, steps = both(model, source_for(model), num_beams=3)
-    assert torch.equal(stock, given) and steps.whole == steps.fused > 0
-
-
-def test_enable_and_custom_generate_have_the_same_default():
-    model = copy.deepcopy(family("Llama"))
-    inputs = inputs_for(model)
-    stock = model.generate(**inputs, **OPTIONS, num_beams=3)
-    stats(reset=True)
-    given = model.generate(**inputs, **OPTIONS, num_beams=3, custom_generate=generate)
-    assert torch.equal(stock, given) and stats(reset=True).whole > 0
-    enable(model)
-    given = model.generate(**inputs, **OPTIONS, num_beams=3)
-    disable(model)
-    assert torch.equal(stock, given) and stats(reset=True).whole > 0
+    assert torch.equal(stock, given) and steps.whole > 0

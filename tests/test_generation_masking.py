@@ -10,10 +10,20 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers import TemperatureLogitsWarper
 
-from decoding import FILLS, assert_same, generate_both, masking, one_thread, prompt_of_all, tiny  # noqa: F401
+from decoding import (  # noqa: F401
+    FILLS,
+    TOLERANCE,
+    assert_same,
+    assert_whole,
+    generate_both,
+    is_likely,
+    masking,
+    one_thread,
+    prompt_of_all,
+    tiny,
+)
 from fused_topk.generation import fused_decoding
-from test_generation_sampling import is_likely
-from whole_steps import TOLERANCE, assert_whole, encoder_decoder, family, source_for
+from whole_steps import encoder_decoder, family, source_for
 
 # Of them the texts hold every one, so that processors of the text leave nothing that is not masked.
 SHOWN = 24
@@ -32,18 +42,6 @@ OPTIONS = [
 KINDS = pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "none")
 FILLED = pytest.mark.parametrize("fill", FILLS)
 BEAMS = pytest.mark.parametrize("num_beams", [1, 3])
-
-
-@KINDS
-@FILLED
-@BEAMS
-def test_fused_steps(options, fill, num_beams):
-    model = masking(tiny("llama", vocab_size=64), SHOWN, FILLS[fill])
-    stock, given, steps = generate_both(
-        model, prompt_of_all(model, SHOWN), num_beams=num_beams, max_new_tokens=4, **options
-    )
-    assert_same(stock, given)
-    assert steps.fused > 0
 
 
 @FILLED
@@ -77,7 +75,7 @@ def test_encoder_decoders(options, fill, num_beams):
     assert_whole(model, source_for(model), **options)
     stock, given, steps = generate_both(model, source_for(model), **options)
     assert_same(stock, given, TOLERANCE)
-    assert steps.fused > 0 and not steps.fallback, steps.reasons
+    assert steps.whole > 0 and not steps.stock, steps.reasons
 
 
 @FILLED
@@ -94,8 +92,7 @@ def test_encoder_decoders(options, fill, num_beams):
     ],
     ids=lambda options: "-".join(options),
 )
-@pytest.mark.parametrize("whole_step", [False, "eager"], ids=["fused", "whole"])
-def test_draws(options, fill, whole_step):
+def test_draws(options, fill):
     if SUPPRESSED.items() <= options.items() and fill == "inf":
         pytest.skip("no token is left")
     draws, model = 1000, masking(family("Llama"), SHOWN, FILLS[fill])
@@ -105,6 +102,6 @@ def test_draws(options, fill, whole_step):
     probabilities = scores[0][0].softmax(-1)
     assert (probabilities > 0).sum() > 2
     torch.manual_seed(0)
-    with fused_decoding(model, sampling=True, whole_step=whole_step):
+    with fused_decoding(model):
         found = model.generate(**{name: each.expand(draws, -1) for name, each in prompt.items()}, **options)
     assert is_likely(found[:, -1].bincount(minlength=97), probabilities, draws)

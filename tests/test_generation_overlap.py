@@ -16,8 +16,8 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from decoding import OPTIONS, inputs_for, one_thread, own_model, run  # noqa: F401
-from fused_topk.generation import disable, enable, fused_decoding, generate, stats
+from decoding import OPTIONS, inputs_for, one_thread, own_model, run, stats  # noqa: F401
+from fused_topk.generation import disable, enable, fused_decoding
 
 STEPS = OPTIONS["max_new_tokens"]
 THREADS = 8
@@ -34,6 +34,8 @@ def left_as_it_was(model):
     disable(model)
     before = state()
     yield
+    # The steps that are kept for the next block.
+    disable(model)
     after = state()
     assert [each.keys() for each in after] == [each.keys() for each in before]
     assert all(each[name] is value for each, old in zip(after, before, strict=True) for name, value in old.items())
@@ -54,8 +56,8 @@ def expected(model):
 def test_blocks_left_in_the_order_of_their_entry(model, expected):
     with left_as_it_was(model):
         first, second = (
-            fused_decoding(model, topk_per_step=2, whole_step=False),
-            fused_decoding(model, topk_per_step=3, whole_step=False),
+            fused_decoding(model, topk_per_step=2),
+            fused_decoding(model, topk_per_step=3),
         )
         first_given, second_given = first.__enter__(), second.__enter__()
         assert torch.equal(decode(model), expected)
@@ -66,8 +68,8 @@ def test_blocks_left_in_the_order_of_their_entry(model, expected):
         assert torch.equal(decode(model), expected)
         assert len(second_given.topk) == STEPS
         second.__exit__(None, None, None)
-    assert stats(reset=True) == (2 * STEPS, 0, {})
-    assert run(model)[1] == (0, 0, {})
+    assert stats(reset=True)[:3] == (2 * STEPS, 0, {})
+    assert run(model)[1][:3] == (0, 0, {})
 
 
 def test_a_call_that_fails_leaves_no_trace(model, expected):
@@ -78,9 +80,9 @@ def test_a_call_that_fails_leaves_no_trace(model, expected):
         raise Failure
 
     with left_as_it_was(model):
-        with pytest.raises(Failure), fused_decoding(model, whole_step=False):
+        with pytest.raises(Failure), fused_decoding(model):
             decode(model, stopping_criteria=[fail])
-        with fused_decoding(model, whole_step=False):
+        with fused_decoding(model):
             with pytest.raises(Failure):
                 decode(model, prefix_allowed_tokens_fn=fail)
             assert torch.equal(decode(model), expected)
@@ -91,7 +93,7 @@ def test_blocks_of_two_threads_have_their_own_options_and_records(model, expecte
     found = {}
 
     def work(k):
-        with fused_decoding(model, topk_per_step=k, whole_step=False) as given:
+        with fused_decoding(model, topk_per_step=k) as given:
             gate.wait()
             tokens = decode(model)
             gate.wait()
@@ -106,7 +108,7 @@ def test_blocks_of_two_threads_have_their_own_options_and_records(model, expecte
     with left_as_it_was(model), ThreadPoolExecutor(2) as pool:
         for each in [pool.submit(work, k) for k in (1, 2)]:
             each.result()
-    assert stats(reset=True) == (3 * STEPS, 0, {})
+    assert stats(reset=True)[:3] == (3 * STEPS, 0, {})
     assert all(torch.equal(each, expected) for each in (found[1][0], found[2][0], found["second"]))
     assert found[1][1] == [1] * STEPS
     assert found[2][1] == [2] * STEPS
@@ -114,7 +116,7 @@ def test_blocks_of_two_threads_have_their_own_options_and_records(model, expecte
 
 def test_tasks_have_their_own_options_and_records(model, expected):
     async def work(k):
-        with fused_decoding(model, topk_per_step=k, whole_step=False) as given:
+        with fused_decoding(model, topk_per_step=k) as given:
             for _ in range(2):
                 await asyncio.sleep(0)
                 assert torch.equal(await asyncio.to_thread(decode, model), expected)
@@ -125,12 +127,12 @@ def test_tasks_have_their_own_options_and_records(model, expected):
 
     with left_as_it_was(model):
         asyncio.run(all_of_them())
-    assert stats(reset=True) == (4 * 2 * STEPS, 0, {})
+    assert stats(reset=True)[:3] == (4 * 2 * STEPS, 0, {})
 
 
 def test_cancelled_tasks_leave_no_trace(model):
     async def work():
-        with fused_decoding(model, whole_step=False):
+        with fused_decoding(model):
             await asyncio.to_thread(decode, model)
             await asyncio.sleep(60)
 
@@ -146,18 +148,18 @@ def test_cancelled_tasks_leave_no_trace(model):
         # Waits for the threads at its end.
         asyncio.run(all_of_them())
     steps = stats(reset=True)
-    assert steps.fused % STEPS == 0 and steps.fallback == 0
-    assert run(model)[1] == (0, 0, {})
+    assert steps.whole % STEPS == 0 and steps.stock == 0
+    assert run(model)[1][:3] == (0, 0, {})
 
 
 def test_a_block_is_left_in_another_context_than_it_was_entered_in(model):
-    block = fused_decoding(model, whole_step=False)
+    block = fused_decoding(model)
     with left_as_it_was(model):
         for step in (block.__enter__, lambda: block.__exit__(None, None, None)):
             thread = threading.Thread(target=step)
             thread.start()
             thread.join()
-    assert run(model)[1] == (0, 0, {})
+    assert run(model)[1][:3] == (0, 0, {})
 
 
 def test_a_task_that_outlives_its_block_is_not_in_it(model):
@@ -167,11 +169,11 @@ def test_a_task_that_outlives_its_block_is_not_in_it(model):
             return run(model)[1]
 
         ended = asyncio.Event()
-        with fused_decoding(model, whole_step=False):
+        with fused_decoding(model):
             task = asyncio.create_task(later())
             await asyncio.sleep(0)
         ended.set()
-        assert await task == (0, 0, {})
+        assert (await task)[:3] == (0, 0, {})
 
     asyncio.run(both())
 
@@ -186,7 +188,7 @@ def test_a_task_that_outlives_its_call_is_not_in_it(model):
         contexts.append(contextvars.copy_context())
         raise Failure
 
-    enable(model, whole_step=False)
+    enable(model)
     # Before and after the loop has begun.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model), "_prepare_generation_config", fail)
@@ -196,7 +198,7 @@ def test_a_task_that_outlives_its_call_is_not_in_it(model):
         decode(model, logits_processor=[fail])
 
     def recorded():
-        with fused_decoding(model, topk_per_step=1, whole_step=False) as given:
+        with fused_decoding(model, topk_per_step=1) as given:
             decode(model)
         return len(given.topk)
 
@@ -223,46 +225,47 @@ def test_a_call_that_outlives_what_asked_for_it_stays_fused(model, expected, how
 
     with left_as_it_was(model), ThreadPoolExecutor(1) as pool:
         if how == "block":
-            with fused_decoding(model, whole_step=False):
+            with fused_decoding(model):
                 found = pool.submit(work)
                 assert is_running.wait(60)
         else:
-            enable(model, whole_step=False)
+            enable(model)
             found = pool.submit(work)
             assert is_running.wait(60)
             disable(model)
         may_go_on.set()
         assert torch.equal(found.result(), expected[:1])
-        assert stats(reset=True) == (STEPS, 0, {})
+        assert stats(reset=True)[:3] == (STEPS, 0, {})
 
 
 def test_a_thread_that_was_started_in_a_block_is_fused_and_not_recorded(model, expected):
-    with fused_decoding(model, topk_per_step=2, whole_step=False) as given, ThreadPoolExecutor(1) as pool:
+    with fused_decoding(model, topk_per_step=2) as given, ThreadPoolExecutor(1) as pool:
         decode(model)
         before = given.topk
         assert torch.equal(pool.submit(decode, model).result(), expected)
         assert given.topk is before and len(before) == STEPS
-    assert stats(reset=True) == (2 * STEPS, 0, {})
+    assert stats(reset=True)[:3] == (2 * STEPS, 0, {})
 
 
 def test_a_block_does_not_change_the_options_of_other_threads(model):
-    enable(model, sampling=True, whole_step=False)
-    with fused_decoding(model, whole_step=False), ThreadPoolExecutor(1) as pool:
+    enable(model)
+    with fused_decoding(model, topk_per_step=2) as block, ThreadPoolExecutor(1) as pool:
         pool.submit(decode, model, do_sample=True).result()
-        assert stats(reset=True) == (STEPS, 0, {})
-        decode(model, do_sample=True)
-        assert stats(reset=True) == (0, STEPS, {"do_sample without sampling=True": STEPS})
+        assert stats(reset=True)[:3] == (STEPS, 0, {})
+        assert not block.topk
+        decode(model)
+        assert len(block.topk) == STEPS
 
 
 def test_enable_and_disable_within_a_block_hold_after_it(model):
     with left_as_it_was(model):
-        with fused_decoding(model, whole_step=False):
-            enable(model, whole_step=False)
-        assert run(model)[1] == (STEPS, 0, {})
-        with fused_decoding(model, whole_step=False):
+        with fused_decoding(model):
+            enable(model)
+        assert run(model)[1][:3] == (STEPS, 0, {})
+        with fused_decoding(model):
             disable(model)
-            assert run(model)[1] == (STEPS, 0, {}), "the block goes on"
-    assert run(model)[1] == (0, 0, {})
+            assert run(model)[1][:3] == (STEPS, 0, {}), "the block goes on"
+    assert run(model)[1][:3] == (0, 0, {})
 
 
 class Failure(Exception):
@@ -289,7 +292,7 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
         with ExitStack() as stack:
             blocks = []
             for k in chance.sample(range(1, 5), 2):
-                blocks.append((k, stack.enter_context(fused_decoding(model, topk_per_step=k, whole_step=False))))
+                blocks.append((k, stack.enter_context(fused_decoding(model, topk_per_step=k))))
                 call(worker, True)
                 k, given = blocks[-1]
                 assert [step.values.shape[1] for step in given.topk] == [k] * STEPS
@@ -297,19 +300,19 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
             assert [len(given.topk) for _, given in blocks] == [STEPS, STEPS]
 
     def failing(worker, chance):
-        with fused_decoding(model, whole_step=False), suppress(Failure):
+        with fused_decoding(model), suppress(Failure):
             decode(model, logits_processor=[fail])
             raise AssertionError("the call has not failed")
 
     def in_tasks(worker, chance):
         async def one():
-            with fused_decoding(model, topk_per_step=1, whole_step=False) as given:
+            with fused_decoding(model, topk_per_step=1) as given:
                 await asyncio.sleep(0)
                 call(worker, True)
                 assert len(given.topk) == STEPS
 
         async def cancelled():
-            with fused_decoding(model, whole_step=False):
+            with fused_decoding(model):
                 await asyncio.sleep(60)
 
         async def both():
@@ -323,8 +326,7 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
 
     actions = [
         lambda worker, chance: call(worker, is_enabled),
-        lambda worker, chance: call(worker, True, custom_generate=generate, whole_step=False),
-        lambda worker, chance: enable(model, whole_step=False),
+        lambda worker, chance: enable(model),
         in_block,
         failing,
         in_tasks,
@@ -340,7 +342,7 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
 
     with left_as_it_was(model):
         if is_enabled:
-            enable(model, whole_step=False)
+            enable(model)
         with ThreadPoolExecutor(THREADS) as pool:
             for each in [pool.submit(work, worker) for worker in range(THREADS)]:
                 each.result()
@@ -348,7 +350,7 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
     steps = stats(reset=True)
     # A step of a failing call ends before its tokens are chosen.
     num_failed = steps.reasons.pop(f"logits processor {__name__}.{fail.__qualname__}", 0)
-    assert steps.reasons == {} and steps.fallback == num_failed
-    assert STEPS * sum(num_counted) <= steps.fused <= STEPS * sum(num_calls)
-    assert run(model)[1] == (0, 0, {})
+    assert steps.reasons == {} and steps.stock == num_failed
+    assert STEPS * sum(num_counted) <= steps.whole <= STEPS * sum(num_calls)
+    assert run(model)[1][:3] == (0, 0, {})
     assert torch.equal(decode(model), expected)

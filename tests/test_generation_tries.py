@@ -16,12 +16,12 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from transformers.generation import logits_process as stock
 
 from captured import Waits, graphs_of
-from decoding import SmallerIndexFirst, also, inputs_for, one_thread, stock_gap, tiny  # noqa: F401
-from fused_topk.generation import TokenTrie, TrieLogitsProcessor, fused_decoding, stats
-from fused_topk.generation.edits import tries
+from decoding import TOLERANCE, SmallerIndexFirst, also, inputs_for, one_thread, stats, stock_gap, tiny  # noqa: F401
+from fused_topk.generation import TokenTrie, TrieLogitsProcessor, fused_decoding
+from fused_topk.generation.trie import processor as tries
 from fused_topk.generation.whole_step import compiled, graphs, search, walk
 from tries import TOKENS, Items, catalogue, with_fault
-from whole_steps import TOLERANCE, encoder_decoder, family, source_for
+from whole_steps import encoder_decoder, family, source_for
 
 END = 5
 # Beams that do not exist have scores of -1e9, divided by the text's length or its powers.
@@ -32,26 +32,26 @@ NO_SCORE = -1e6
 def kept():
     """Steps that are kept, which are run as they are instead of being compiled."""
     with mock.patch.object(compiled.Codes, "ways", lambda codes, function, args, key: [graphs.Bound(function, args)]):
-        yield "compiled"
+        yield True
 
 
 @contextlib.contextmanager
 def captured():
     with graphs_of():
-        yield True
+        yield False
 
 
 @contextlib.contextmanager
 def traced():
     with mock.patch.object(compiled, "_inductor", lambda graph, inputs: graph):
-        yield "compiled"
+        yield True
 
 
 def generate(way: str, model, inputs, **options):
     """What a way of decoding gives, and the steps of it.
 
     Args:
-        way: "plain" without this package, "fused", or a way of whole steps.
+        way: "plain" without this package, or a way of whole steps.
     """
     options = {"do_sample": False, "return_dict_in_generate": True, **options}
     options.setdefault("num_return_sequences", options.get("num_beams", 1))
@@ -61,9 +61,8 @@ def generate(way: str, model, inputs, **options):
         stack.enter_context(SmallerIndexFirst())
         if way != "plain":
             ways = {"kept": kept, "captured": captured, "traced": traced}
-            whole = stack.enter_context(ways[way]()) if way in ways else {"fused": False, "eager": "eager"}[way]
-            sampling = options["do_sample"]
-            stack.enter_context(fused_decoding(model, whole_step=whole, sampling=sampling))
+            is_compiled = stack.enter_context(ways[way]()) if way in ways else False
+            stack.enter_context(fused_decoding(model, compile=is_compiled))
         stats(reset=True)
         return model.generate(**inputs, **options), stats(reset=True)
 
@@ -90,7 +89,7 @@ def assert_same_items(expected, given, is_exact: bool) -> None:
 MODELS = [
     *((family, name) for name in ("Llama", "GPT2", "Gemma2")),
     *((encoder_decoder, name) for name in ("Bart", "Marian")),
-    # No whole steps.
+    # A row for each beam, so nothing is kept.
     (tiny, "t5"),
 ]
 WHOLE = ("eager", "kept", "captured")
@@ -114,7 +113,7 @@ class Configuration:
         self.begin = 1 if is_both else self.inputs["input_ids"].shape[1]
         tokens = draw.choice([TOKENS, [*range(97)]])
         self.items = catalogue(draw, END, most=draw.choice([3, 40, 400]), tokens=tokens)
-        self.way = draw.choice(["plain", "fused"] if self.name == "t5" else ["plain", "fused", *WHOLE])
+        self.way = draw.choice(["plain", "eager"] if self.name == "t5" else ["plain", *WHOLE])
         beams = draw.choice([1, 2, 3, 8])
         self.options = {"num_beams": beams, "max_new_tokens": draw.choice([1, 3, 6, 7])}
         # With nothing else, steps that are kept take the mask of the trie.
@@ -163,8 +162,7 @@ class Configuration:
         expected, _ = self.run(by_function, way)
         given, steps = self.run(TrieLogitsProcessor(TokenTrie(self.items, END), begin))
         if self.way != "plain":
-            assert steps.fallback == 0 and not steps.not_whole, (steps.reasons, steps.not_whole)
-            assert (steps.whole > 0) == (self.way in WHOLE)
+            assert steps.whole > 0 and steps.stock == 0 and not steps.reasons, steps
             assert (steps.compiled > 0) == (self.way == "kept")
             assert (steps.captured > 0) == (self.way == "captured")
         if self.options.get("do_sample") or self.way == "plain":
@@ -206,7 +204,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
-@pytest.mark.parametrize("way", ["plain", "fused", *WHOLE])
+@pytest.mark.parametrize("way", ["plain", *WHOLE])
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(edge, way, num_beams):
     model = family("Llama")
@@ -224,7 +222,7 @@ def test_traced_steps(name, num_beams):
     items = catalogue(random.Random(3), END, most=60, longest=6)
     begin = 1 if is_both else 6
     steps = both_ways("traced", model, inputs, items, begin, num_beams=num_beams, max_new_tokens=7)
-    assert steps.compiled == steps.whole == steps.fused > 0 and not steps.not_compiled
+    assert steps.compiled == steps.whole == steps.whole > 0 and not steps.reasons
 
 
 @pytest.mark.exhaustive
@@ -237,7 +235,7 @@ def test_compiled_steps(num_beams):
     inputs = inputs_for(model, 3, padding=2)
     function = Items(items, END).prefix_fn(6)
     expected, _ = generate("plain", model, inputs, prefix_allowed_tokens_fn=function, **options)
-    with fused_decoding(model, whole_step=True):
+    with fused_decoding(model, compile=True):
         for _ in range(2):
             processor = TrieLogitsProcessor(TokenTrie(items, END), 6)
             given = model.generate(
@@ -275,7 +273,7 @@ def test_begin_index():
     inputs = inputs_for(model, batch=1)
     last = inputs["input_ids"][0, -1].item()
     items = [[last, 8, 31], [last, 64], [96, 7]]
-    for way in ("plain", "fused", *WHOLE):
+    for way in ("plain", *WHOLE):
         # The last token of the prompt is the first one of an item. Or some generated tokens come before it.
         for begin in (5, 8):
             for num_beams in (1, 2):
@@ -307,7 +305,7 @@ def test_what_the_processor_returns(dtype):
         assert torch.equal(row[allowed], of[allowed])
 
 
-@pytest.mark.parametrize("way", ["captured", "fused"])
+@pytest.mark.parametrize("way", ["captured", "eager"])
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_nothing_waits_for_the_device(num_beams, way):
     """As many reads of tensors by the host as without the trie, but for those of the end of plain loops."""
@@ -332,12 +330,12 @@ def test_a_subclass_runs_as_any_processor():
     model = family("Llama")
     items = [[8, 31], [64]]
     processor = Own(TokenTrie(items, END), 6)
-    given, steps = generate("fused", model, inputs_for(model), logits_processor=[processor], max_new_tokens=4)
+    given, steps = generate("eager", model, inputs_for(model), logits_processor=[processor], max_new_tokens=4)
     expected, _ = generate(
         "plain", model, inputs_for(model), prefix_allowed_tokens_fn=Items(items, END).prefix_fn(6), max_new_tokens=4
     )
     assert torch.equal(given.sequences, expected.sequences)
-    assert list(steps.reasons) == [f"logits processor {__name__}.{Own.__qualname__}"]
+    assert steps.whole and not steps.reasons
 
 
 @pytest.mark.parametrize(
@@ -353,7 +351,7 @@ def test_arguments_of_another_kind(arguments, error, message):
         TrieLogitsProcessor(*arguments)
 
 
-@pytest.mark.parametrize("way", ["plain", "fused", "eager", "kept"])
+@pytest.mark.parametrize("way", ["plain", "eager", "kept"])
 def test_tokens_that_the_model_has_not(way):
     model = family("Llama")
     processor = TrieLogitsProcessor(TokenTrie([[97]], END), 6)
@@ -420,9 +418,8 @@ def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(cuda):
         assert torch.equal(stepped.cpu(), after) and torch.equal(mask.cpu(), trie.allowed_mask(after, 97))
 
 
-@pytest.mark.parametrize("whole_step", [False, "eager", True])
 @pytest.mark.parametrize("num_beams", [1, 4, 40])
-def test_generate_on_a_gpu(cuda, num_beams, whole_step):
+def test_generate_on_a_gpu(cuda, num_beams):
     """Sums are rounded otherwise there, so results are compared by score."""
     model = copy.deepcopy(family("Llama", 1)).cuda()
     inputs = inputs_for(model, 3, padding=2)
@@ -433,13 +430,11 @@ def test_generate_on_a_gpu(cuda, num_beams, whole_step):
     expected = model.generate(
         **inputs, **options, output_scores=num_beams > 1, prefix_allowed_tokens_fn=known.prefix_fn(6)
     )
-    with fused_decoding(model, whole_step=whole_step):
+    with fused_decoding(model):
         for _ in range(2):
             given = model.generate(**inputs, **options, logits_processor=[TrieLogitsProcessor(trie, 6)])
     steps = stats(reset=True)
-    assert (
-        steps.fallback == 0 and (steps.whole > 0) == bool(whole_step) and (steps.captured > 0) == (whole_step is True)
-    )
+    assert steps.stock == 0 and steps.captured == steps.whole > 0
     for prompt in range(3):
         of_prompt = slice(prompt * num_beams, (prompt + 1) * num_beams)
         texts, found = (each.sequences[of_prompt, 6:].tolist() for each in (expected, given))

@@ -49,7 +49,7 @@ def test_readme_has_examples_with_their_output():
 
 def _documents_with_examples() -> list[object]:
     """Beside README.md those that generate texts take seconds."""
-    takes_seconds = {"generation.md", "whole_steps.md", "constrained_beams.md", "routers.md"}
+    takes_seconds = {"generation.md", "constrained_beams.md", "routers.md"}
     return [
         pytest.param(path, id=path.name, marks=[pytest.mark.exhaustive] * (path.name in takes_seconds))
         for path in (README, *PAGES)

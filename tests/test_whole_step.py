@@ -16,12 +16,13 @@ from decoding import (  # noqa: F401
     PAD,
     SmallerIndexFirst,
     assert_same,
+    assert_whole,
     generate_both,
     inputs_for,
     one_thread,
     stock_gap,
 )
-from whole_steps import OTHER_LAYERS, SERVED, assert_whole, family, swaps, whole
+from whole_steps import OTHER_LAYERS, SERVED, family, swaps, whole
 
 
 @pytest.mark.parametrize("num_beams", [1, 3, 4, 8])
@@ -112,7 +113,7 @@ def test_a_plain_tensor_is_returned_where_it_is_asked_for(num_beams):
     stock, given, steps = generate_both(
         model, fused=whole, num_beams=num_beams, return_dict_in_generate=False, output_scores=False
     )
-    assert torch.equal(stock, given) and steps.whole and not steps.not_whole
+    assert torch.equal(stock, given) and steps.whole and not steps.reasons
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -191,7 +192,7 @@ def test_bfloat16_runs_and_scores_as_the_model_does(name, num_beams):
     model = family(name, dtype=torch.bfloat16)
     inputs = inputs_for(model, batch=4)
     stock, given, steps = generate_both(model, inputs, fused=whole, num_beams=num_beams, max_new_tokens=8)
-    assert steps.whole and not steps.not_whole
+    assert steps.whole and not steps.reasons
     if num_beams > 1:
         assert given["sequences_scores"].mean() >= stock["sequences_scores"].mean() - 0.1
 
@@ -207,18 +208,3 @@ def test_a_model_without_a_padding_token():
     model.config.pad_token_id = model.generation_config.pad_token_id = None
     for beams in (1, 3):
         assert_whole(model, num_beams=beams)
-
-
-def test_custom_generate():
-    from fused_topk.generation import generate, stats
-
-    model = family("Llama")
-    for beams in (1, 4):
-        options = {"num_beams": beams, "max_new_tokens": 8, "return_dict_in_generate": True, "do_sample": False}
-        # Once all texts have ended their beams are ties, in whose order the cache has its rows.
-        with SmallerIndexFirst():
-            stock = model.generate(**inputs_for(model), **options)
-            stats(reset=True)
-            given = model.generate(**inputs_for(model), **options, custom_generate=generate, whole_step="eager")
-        assert_same(stock, given)
-        assert stats().whole and not stats().not_whole and not stats().fallback

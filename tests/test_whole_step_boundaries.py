@@ -7,7 +7,7 @@ import contextlib
 import copy
 import gc
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -18,15 +18,14 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 import transformers
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
-from decoding import also, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk.generation import disable, enable, fused_decoding, generate, stats
+from decoding import also, assert_same, assert_whole, generate_both, inputs_for, one_thread, stats, tiny  # noqa: F401
+from fused_topk.generation import disable, enable, fused_decoding
 from fused_topk.generation.whole_step import attribute, compiled, entry
 from fused_topk.generation.whole_step.facts import num_positions
 from whole_steps import (
     SERVED,
     SERVED_WITH_SOURCE,
     assert_declined,
-    assert_whole,
     encoder_decoder,
     family,
     source_for,
@@ -60,7 +59,7 @@ def test_options_that_are_not_served(reason, options, model):
         assert_declined(model, reason, num_beams=beams, max_new_tokens=6, **options)
 
 
-@pytest.mark.parametrize("way", ["eager", *also(True)])
+@pytest.mark.parametrize("way", [False, *also(True)])
 @pytest.mark.parametrize("length", [8, 9, 11, 12, 13, 30])
 def test_a_length_of_the_users_own(length, way, model, monkeypatch):
     monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
@@ -68,10 +67,10 @@ def test_a_length_of_the_users_own(length, way, model, monkeypatch):
     criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
     for inputs in (inputs_for(model), inputs_for(model, batch=1)):
         options = {"stopping_criteria": criteria, "max_new_tokens": 6, "eos_token_id": None}
-        stock = assert_whole(model, inputs, way=way, **options)
+        stock = assert_whole(model, inputs, compile=way, **options)
         assert stock["sequences"].shape[1] == length
         if length <= 12:
-            assert_whole(model, inputs, way=way, num_beams=3, **options)
+            assert_whole(model, inputs, compile=way, num_beams=3, **options)
 
 
 def test_a_criterion_of_length_that_somebody_has_patched(model, monkeypatch):
@@ -89,7 +88,7 @@ def test_a_longer_length_of_the_users_own_with_beams(model):
         model.generate(**inputs_for(model), eos_token_id=None, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("way", ["eager", True])
+@pytest.mark.parametrize("way", [False, True])
 @pytest.mark.parametrize("name", sorted({"GPT2", "Bart", "EncoderDecoder"} & {*SERVED, *SERVED_WITH_SOURCE}))
 def test_texts_of_more_than_the_positions_that_were_learned(name, way, monkeypatch):
     monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
@@ -105,7 +104,7 @@ def test_texts_of_more_than_the_positions_that_were_learned(name, way, monkeypat
     )
     options["max_new_tokens"] += 1
     raised = []
-    for block in (nullcontext(), fused_decoding(model, whole_step=way)):
+    for block in (nullcontext(), fused_decoding(model, compile=way)):
         with pytest.raises(Exception) as error, block:
             model.generate(**inputs, **options)
         raised.append((error.type, str(error.value)))
@@ -121,15 +120,11 @@ def test_more_positions_than_were_trained_where_they_are_computed(model):
 def test_calls_that_are_not_served(model):
     inputs = inputs_for(model)
     stats(reset=True)
-    with fused_decoding(model, whole_step=True, topk_per_step=2) as given:
-        model.generate(**inputs, **BEAMS)
-    assert len(given.topk) == 6 and not stats().not_whole
-    stats(reset=True)
-    with whole(model):
-        model.generate(
-            **{name: each[:1] for name, each in inputs.items()}, max_new_tokens=3, prompt_lookup_num_tokens=2
-        )
-    assert stats().not_whole == {"generation mode assisted_generation": 1}
+    for name in ("prompt_lookup_num_tokens", "penalty_alpha", "dola_layers"):
+        value = "low" if name == "dola_layers" else 2
+        with whole(model), suppress(Exception):
+            model.generate(**inputs, max_new_tokens=3, **{name: value})
+    assert all(reason.startswith("another mode of generate()") for reason in stats(reset=True).reasons)
 
 
 def test_a_model_with_a_state_of_its_own_is_not_served():
@@ -137,9 +132,9 @@ def test_a_model_with_a_state_of_its_own_is_not_served():
     for beams in (1, 3):
         stock, given, steps = generate_both(model, fused=whole, num_beams=beams)
         assert_same(stock, given)
-        assert steps.whole == 0 and steps.fused > 0
+        assert steps.whole == 0 and steps.stock > 0
         # In one version its cache shows it, in another the trial.
-        assert len(steps.not_whole) == 1
+        assert len(steps.reasons) == 1
 
 
 _SHAPE = {
@@ -174,7 +169,7 @@ def test_attention_of_other_kinds_gives_the_results_of_stock_either_way(name, op
             model, inputs_for(model, batch=3, padding=3), fused=whole, num_beams=beams, output_scores=False
         )
         assert torch.equal(stock["sequences"], given["sequences"])
-        assert bool(steps.whole) != bool(steps.not_whole)
+        assert bool(steps.whole) != bool(steps.reasons)
 
 
 _FACTORS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [3.0, 4.0, 5.0, 7.0]}
@@ -308,7 +303,7 @@ def test_the_model_is_as_it_was_after_an_exception(model, monkeypatch):
         raise MemoryError("no room")
 
     assert_whole(model, **BEAMS)
-    monkeypatch.setattr("fused_topk.generation.choice.tokens.continuations", fail)
+    monkeypatch.setattr("fused_topk.generation.whole_step.beams.choose", fail)
     with pytest.raises(MemoryError, match="no room"), whole(model):
         model.generate(**inputs_for(model), **BEAMS)
     monkeypatch.undo()
@@ -350,7 +345,7 @@ def test_other_threads_run_the_model_with_its_own_attention(model):
 
 
 def test_disable_forgets_and_so_does_the_end_of_the_model(model):
-    enable(model, whole_step="eager")
+    enable(model)
     model.generate(**inputs_for(model), **BEAMS)
     assert entry._ready.get(model) is not None
     disable(model)
@@ -366,21 +361,13 @@ def test_what_is_kept_does_not_outlive_the_model():
 
 
 def test_copies_are_not_enabled_and_have_a_twin_of_their_own(model):
-    enable(model, whole_step="eager")
+    enable(model)
     model.generate(**inputs_for(model), **BEAMS)
     other = copy.deepcopy(model)
     stats(reset=True)
     other.generate(**inputs_for(model), **BEAMS)
-    assert stats().fused == 0
+    assert stats().whole == 0
     disable(model)
-
-
-@pytest.mark.parametrize(("value", "error"), [(1, TypeError), ((), TypeError), ("yes", ValueError)])
-def test_the_option_must_be_known(model, value, error):
-    with pytest.raises(error, match="`whole_step` must be"):
-        enable(model, whole_step=value)
-    with pytest.raises(error, match="`whole_step` must be"):
-        model.generate(**inputs_for(model), custom_generate=generate, whole_step=value, max_new_tokens=2)
 
 
 def test_the_cache_grows_with_the_prompt_once_and_the_new_tokens_of_the_beams(model, monkeypatch):
@@ -408,7 +395,7 @@ def test_padding_that_is_no_token(padding):
     for block in (contextlib.nullcontext(), whole(model)):
         with block, pytest.raises(IndexError):
             model.generate(**inputs_for(model, batch=3), **ends)
-    assert "a pad_token_id that is no token" in stats(reset=True).not_whole
+    assert "a pad_token_id that is no token" in stats(reset=True).reasons
 
 
 def test_a_length_that_stands_for_none(model):
@@ -429,4 +416,4 @@ def test_an_empty_list_of_end_tokens_does_what_stock_does(model):
         model.generate(**inputs_for(model), num_beams=2, **options)
     with whole(model), pytest.raises(IndexError):
         model.generate(**inputs_for(model), num_beams=2, **options)
-    assert stats().not_whole == {"an empty eos_token_id, with beams": 1}
+    assert stats().reasons == {"an empty eos_token_id, with beams": 1}

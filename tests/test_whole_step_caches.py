@@ -14,14 +14,24 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers import DynamicCache, StaticCache
 
-from decoding import SmallerIndexFirst, assert_same, assert_same_cache, generate_both, inputs_for, one_thread  # noqa: F401
-from fused_topk.generation import fused_decoding, generate, stats
+from decoding import (  # noqa: F401
+    TOLERANCE,
+    SmallerIndexFirst,
+    assert_same,
+    assert_same_cache,
+    assert_whole,
+    generate_both,
+    inputs_for,
+    one_thread,
+    stats,
+)
+from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import compiled, reasons
-from whole_steps import OTHER_LAYERS, SERVED, TOLERANCE, assert_whole, family, whole
+from whole_steps import OTHER_LAYERS, SERVED, family, whole
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 BEAMS = pytest.mark.parametrize("num_beams", [1, 3])
-compiling = functools.partial(fused_decoding, whole_step=True)
+compiling = functools.partial(fused_decoding, compile=True)
 
 
 @pytest.fixture(name="traced")
@@ -56,7 +66,7 @@ def compare(model, inputs, cache, fused=whole, **options):
     with fused(model):
         found = model.generate(**inputs, **options, **given)
     steps = stats(reset=True)
-    assert not steps.not_whole and not steps.not_compiled, steps
+    assert not steps.reasons and not steps.reasons, steps
     assert steps.whole > 0
     assert_same(stock, found, TOLERANCE)
     # It is the user's own.
@@ -103,16 +113,16 @@ def test_sampling_goes_on_from_a_cache(traced):
     model = family("Llama")
     inputs = inputs_for(model)
     results = []
-    for way in (None, "eager", True):
+    for way in (None, False, True):
         cache = DynamicCache()
-        with nullcontext() if way is None else fused_decoding(model, whole_step=way):
+        with nullcontext() if way is None else fused_decoding(model, compile=way):
             torch.manual_seed(1)
             first = model.generate(**inputs, **{**OPTIONS, "do_sample": True}, top_k=20, past_key_values=cache)
             more = with_more(inputs, first)
             results.append(
                 (model.generate(**more, **{**OPTIONS, "do_sample": True}, top_k=20, past_key_values=cache), cache)
             )
-        assert (stats(reset=True).whole > 0) == bool(way)
+        assert (stats(reset=True).whole > 0) == (way is not None)
     for found, cache in results[1:]:
         assert torch.equal(found, results[0][0])
         assert_same_cache(results[0][1], cache)
@@ -161,7 +171,7 @@ def declined(model, inputs, cache, **options):
     stats(reset=True)
     with whole(model):
         model.generate(**inputs, **{**OPTIONS, **options}, past_key_values=cache)
-    return stats(reset=True).not_whole
+    return stats(reset=True).reasons
 
 
 def test_caches_that_are_not_served():
@@ -190,20 +200,19 @@ def test_a_call_that_is_declined_on_its_way_leaves_the_cache_to_stock(monkeypatc
     expected = model.generate(**inputs, **OPTIONS, past_key_values=stock)
     with whole(model):
         assert torch.equal(model.generate(**inputs, **OPTIONS, past_key_values=given), expected)
-    assert stats(reset=True).not_whole == {"a reason": 1}
+    assert stats(reset=True).reasons == {"a reason": 1}
     assert_same_cache(stock, given)
 
 
 @BEAMS
-def test_custom_generate_fills_a_cache(num_beams):
+def test_a_call_fills_a_cache(num_beams):
     model = family("Llama")
     inputs, stock, given = inputs_for(model), DynamicCache(), DynamicCache()
     expected = model.generate(**inputs, **OPTIONS, num_beams=num_beams, past_key_values=stock)
     stats(reset=True)
-    found = model.generate(
-        **inputs, **OPTIONS, num_beams=num_beams, past_key_values=given, custom_generate=generate, whole_step="eager"
-    )
-    assert stats().whole > 0 and not stats(reset=True).not_whole
+    with whole(model):
+        found = model.generate(**inputs, **OPTIONS, num_beams=num_beams, past_key_values=given)
+    assert stats().whole > 0 and not stats(reset=True).reasons
     assert torch.equal(found, expected)
     if num_beams == 1:
         assert_same_cache(stock, given)

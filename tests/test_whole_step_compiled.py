@@ -16,13 +16,13 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from decoding import also, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
-from fused_topk.generation import disable, enable, fused_decoding, stats
+from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread, stats, stock_gap  # noqa: F401
+from fused_topk.generation import disable, enable, fused_decoding
 from fused_topk.generation.whole_step import compiled, entry
 from fused_topk.generation.whole_step.room import rounded_up
-from whole_steps import OTHER_LAYERS, SERVED_WITH_SOURCE, TOLERANCE, encoder_decoder, family, source_for, swaps
+from whole_steps import OTHER_LAYERS, SERVED_WITH_SOURCE, encoder_decoder, family, source_for, swaps
 
-compiling = functools.partial(fused_decoding, whole_step="compiled")
+compiling = functools.partial(fused_decoding, compile=True)
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
 
 
@@ -40,8 +40,8 @@ def traced_only(monkeypatch):
 def assert_compiled(model, inputs, **options):
     stock, given, steps = generate_both(model, inputs, fused=compiling, **{**OPTIONS, **options})
     assert_same(stock, given, TOLERANCE)
-    assert not steps.not_whole and not steps.not_compiled, (steps.not_whole, steps.not_compiled)
-    assert steps.compiled == steps.whole == steps.fused > 0
+    assert not steps.reasons and not steps.reasons, (steps.reasons, steps.reasons)
+    assert steps.compiled == steps.whole == steps.whole > 0
     return stock
 
 
@@ -129,7 +129,7 @@ def test_what_is_kept_is_bounded_and_dropped(model, traced, monkeypatch):
     monkeypatch.setattr(f"{entry.__package__}.store.MAX_BYTES", 1)
     assert_compiled(model, inputs_for(model), num_beams=3)
     assert [shape.beams for shape in store._kept] == [3]
-    enable(model, whole_step="compiled")
+    enable(model, compile=True)
     disable(model)
     assert entry._ready.get(model) is None
 
@@ -148,9 +148,9 @@ def assert_not_compiled(model, reason, **options):
     """Gives the reasons. Args: reason: the one that is to be; None for any."""
     stock, given, steps = generate_both(model, fused=compiling, **{**OPTIONS, "num_beams": 3, **options})
     assert_same(stock, given)
-    assert steps.whole > 0 and steps.compiled == 0 and not steps.not_whole
-    assert reason is None or steps.not_compiled == {reason: 1}
-    return steps.not_compiled
+    assert steps.whole > 0 and steps.compiled == 0
+    assert reason is None or steps.reasons == {reason: 1}
+    return steps.reasons
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -226,10 +226,10 @@ def test_what_is_said_where_the_environment_hinders_the_compiler(variable, reaso
     code = """
 from whole_steps import family, inputs_for, fused_decoding
 from fused_topk.generation import stats
-with fused_decoding(family("Llama"), whole_step=True):
+with fused_decoding(family("Llama"), compile=True):
     family("Llama").generate(**inputs_for(family("Llama")), max_new_tokens=4)
 assert stats().whole == 4 and stats().compiled == 0
-print(*stats().not_compiled)
+print(*stats().reasons)
 """
     environment = {**os.environ, name: value}
     run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True)
@@ -246,7 +246,7 @@ def test_a_step_that_turns_out_to_need_stock_operations(model, traced):
         model.model.embed_tokens.weight[model.generate(**inputs, **options, do_sample=False)[0, 6]] = torch.nan
     for beams in (1, 3):
         _, _, steps = generate_both(model, inputs, fused=compiling, **{**options, "num_beams": beams})
-        assert steps.not_whole == ({} if beams == 1 else {"NaN among the scores": 1})
+        assert steps.reasons == ({} if beams == 1 else {"NaN among the scores": 1})
 
 
 def test_calls_at_once_share_nothing(model, traced):
@@ -269,7 +269,7 @@ def test_calls_at_once_share_nothing(model, traced):
         for thread in threads:
             thread.join()
     assert len(found) == 10 and all(found)
-    assert stats().compiled > 0 and stats().not_compiled.keys() <= {"another call of the same shape runs"}
+    assert stats().compiled > 0 and stats().reasons.keys() <= {"another call of the same shape runs"}
 
 
 def test_lengths_are_rounded_up_to_few():

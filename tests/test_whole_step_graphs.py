@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from captured import StandIn, Waits, as_on_a_gpu
-from decoding import Recorder, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
-from fused_topk.generation import fused_decoding, stats
+from decoding import TOLERANCE, Recorder, assert_same, generate_both, inputs_for, one_thread, stats, stock_gap  # noqa: F401
+from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry, graphs, room
 from multimodal import images_for, multimodal
 from test_generation_interface import letter, tokenizer
-from whole_steps import SERVED, TOLERANCE, family, swaps
+from whole_steps import SERVED, family, swaps
 
-capturing = functools.partial(fused_decoding, whole_step=True)
+capturing = functools.partial(fused_decoding)
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
 
 
@@ -43,8 +43,8 @@ def assert_captured(model, inputs, **options):
     options = {**OPTIONS, **options}
     stock, given, steps = generate_both(model, inputs, fused=capturing, **options)
     assert_same(stock, given, TOLERANCE)
-    assert not steps.not_whole and not steps.not_compiled, (steps.not_whole, steps.not_compiled)
-    assert steps.captured == steps.whole == steps.fused > 0 and steps.compiled == 0
+    assert not steps.reasons and not steps.reasons, (steps.reasons, steps.reasons)
+    assert steps.captured == steps.whole == steps.whole > 0 and steps.compiled == 0
     return stock
 
 
@@ -169,8 +169,8 @@ def test_a_capture_that_fails(model, monkeypatch):
     for beams in (1, 3):
         stock, given, steps = generate_both(model, fused=capturing, num_beams=beams, **OPTIONS)
         assert_same(stock, given, TOLERANCE)
-        assert steps.whole > 0 and steps.captured == 0
-        assert steps.not_compiled == {
+        assert steps.whole == 0 and steps.stock > 0
+        assert steps.reasons == {
             "a step that is to be captured raises RuntimeError: operation not permitted when stream is capturing": 1
         }
 
@@ -183,11 +183,11 @@ def test_what_cannot_be_compiled_is_captured_all_the_same(model, monkeypatch):
         return fail
 
     monkeypatch.setattr(torch, "compile", compile)
-    compiling = functools.partial(fused_decoding, whole_step="compiled")
+    compiling = functools.partial(fused_decoding, compile=True)
     stock, given, steps = generate_both(model, fused=compiling, num_beams=3, **OPTIONS)
     assert_same(stock, given, TOLERANCE)
     assert steps.captured == steps.whole > 0 and steps.compiled == 0
-    assert steps.not_compiled == {"a step that is to be compiled and captured raises OSError: no compiler": 1}
+    assert steps.reasons == {"a step that is to be compiled and captured raises OSError: no compiler": 1}
 
 
 def test_a_step_for_longer_texts_serves_shorter_ones(model):
@@ -333,15 +333,15 @@ def test_a_streamer_gets_each_token_and_none_after_the_end(options, model):
         stats(reset=True)
         with capturing(model):
             assert streamed(model, inputs, **options)[1] == expected
-        assert stats().captured == len(expected) - 2 and not stats(reset=True).not_whole
+        assert stats().captured == len(expected) - 2 and not stats(reset=True).reasons
 
 
 def test_drawn_tokens_are_streamed_as_they_are_returned(model):
     for options in ({}, {"eos_token_id": list(range(5, 60))}):
-        with fused_decoding(model, sampling=True):
+        with fused_decoding(model):
             found, pieces = streamed(model, inputs_for(model, 1), do_sample=True, **options)
         assert [token for piece in pieces[1:-1] for token in piece] == found[0, 6:].tolist()
-        assert stats().captured > 0 and not stats(reset=True).not_whole
+        assert stats().captured > 0 and not stats(reset=True).reasons
 
 
 def failing_from_the_second(run, device, beside):
@@ -352,7 +352,7 @@ def failing_from_the_second(run, device, beside):
 
 @pytest.mark.parametrize("is_drawn", [False, True])
 def test_a_capture_that_fails_after_tokens_have_been_streamed(is_drawn, model, monkeypatch):
-    """Nothing is drawn or handed on twice."""
+    """The call goes on: nothing is drawn or handed on twice."""
     monkeypatch.setattr(room, "FIRST", 8)
     inputs = inputs_for(model, 1)
     options = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": is_drawn}

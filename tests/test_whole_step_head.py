@@ -15,14 +15,14 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 import transformers
 
 import fused_topk
-from decoding import also, assert_same, generate_both, inputs_for, one_thread  # noqa: F401
+from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding
-from fused_topk.generation.choice import masks
 from fused_topk.generation.whole_step import compiled, entry
 from fused_topk.generation.whole_step.head import WholeHead, head_of
-from whole_steps import TOLERANCE, encoder_decoder, family, source_for
+from rows import packed
+from whole_steps import encoder_decoder, family, source_for
 
-compiling = functools.partial(fused_decoding, whole_step=True)
+compiling = functools.partial(fused_decoding, compile=True)
 VOCAB_SIZE = 97
 
 
@@ -52,7 +52,7 @@ def assert_steps(model, inputs, has_head, **options):
     options = {"max_new_tokens": 10, "output_scores": False, **options}
     stock, given, steps = generate_both(model, inputs, fused=compiling, **options)
     assert_same(stock, given, TOLERANCE)
-    assert steps.compiled == steps.whole == steps.fused > 0, (steps.not_whole, steps.not_compiled)
+    assert steps.compiled == steps.whole == steps.whole > 0, (steps.reasons, steps.reasons)
     step = next(reversed(entry._ready.get(model).store._kept.values()))
     assert (step._head is not None) == has_head
     step.begin(copy.deepcopy(step._state), copy.deepcopy(step._constants), 9)
@@ -171,7 +171,7 @@ def test_continuations_are_ordered_as_by_beam_topk(k, share):
     mask = None
     if share is not None:
         allowed = torch.rand(6, 50, generator=generator) < share
-        mask = masks.of(allowed.numpy(), hidden.device)
+        mask = packed(allowed)
     head, logits = WholeHead(None, weight, None), hidden @ weight.T
     found = head.continuations(hidden, scores, k, mask)
     of_beams = None if mask is None else mask.view(2, 3, -1)

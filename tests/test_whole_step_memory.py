@@ -14,8 +14,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers import AutoModelForCausalLM, LlamaConfig, MaxLengthCriteria, StoppingCriteriaList
 
-from decoding import also, one_thread  # noqa: F401
-from fused_topk.generation import fused_decoding, stats
+from decoding import also, one_thread, stats  # noqa: F401
+from fused_topk.generation import fused_decoding
 from whole_steps import encoder_decoder, source_for
 
 # Of numbers and tables of integers, of which a step has a few.
@@ -69,7 +69,7 @@ def peaks(model, inputs, written, ends=None, most=64, **options):
         stats(reset=True)
         given = peak_bytes(lambda: model.generate(**inputs, **options))
     steps = stats(reset=True)
-    assert steps.whole == written and not steps.not_whole
+    assert steps.whole == written and not steps.reasons
     return peak_bytes(lambda: model.generate(**inputs, **options)), given
 
 

@@ -15,10 +15,10 @@ if torch.cuda.device_count() < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)
 pytest.importorskip("accelerate", reason="transformers loads tensor-parallel models with accelerate")
 
-import tensor_parallel_checks
+import whole_parallel_checks
 import whole_parallel_cuda_checks
 
-if not tensor_parallel_checks.IS_SERVED:
+if not whole_parallel_checks.IS_SERVED:
     pytest.skip("this version of transformers does not spread LM heads", allow_module_level=True)
 
 SIZES = [size for size in (2, 4) if size <= torch.cuda.device_count()]
@@ -28,7 +28,7 @@ CHECKS = [
     name
     for name, check in vars(whole_parallel_cuda_checks).items()
     if inspect.isfunction(check)
-    and check.__module__ == "whole_parallel_cuda_checks"
+    and check.__module__ == whole_parallel_cuda_checks.__name__
     and name not in LAST
     and list(inspect.signature(check).parameters) == ["rank", "size"]
 ]

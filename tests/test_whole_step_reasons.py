@@ -14,10 +14,10 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 import transformers
 
-from decoding import inputs_for, one_thread  # noqa: F401
-from fused_topk.generation import fused_decoding, stats
+from decoding import assert_whole, inputs_for, one_thread, stats  # noqa: F401
+from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import reasons
-from whole_steps import assert_declined, assert_whole, encoder_decoder, family, source_for
+from whole_steps import assert_declined, encoder_decoder, family, source_for
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
@@ -103,10 +103,10 @@ def test_a_generate_that_takes_only_what_it_knows(of, model):
         )
 
     if of == "class":
-        model, reason = of_another_class(model, generate=generate), "generate() of Own"
+        model = of_another_class(model, generate=generate)
     else:
-        model.generate, reason = generate.__get__(model), "a generate() that takes no custom_generate"
-    assert_declined(model, reason, **BEAMS)
+        model.generate = generate.__get__(model)
+    assert_declined(model, "a generate() that takes no custom_generate", **BEAMS)
 
 
 def test_a_method_that_is_patched_for_all_models(model, monkeypatch):
@@ -238,7 +238,7 @@ def test_a_loop_that_is_handed_on_to_a_part_looks_at_the_part(model):
             setattr(model, name, with_other_tokens(getattr(type(model), name)).__get__(model))
         expected = model.generate(**inputs_for(model), **BEAMS)
         stats(reset=True)
-        with fused_decoding(whole_model, whole_step="eager"):
+        with fused_decoding(whole_model):
             assert torch.equal(whole_model.generate(**inputs_for(model), **BEAMS), expected)
         steps = stats(reset=True)
-        assert (steps.whole == 0) == is_replaced == (reason in steps.not_whole)
+        assert (steps.whole == 0) == is_replaced == (reason in steps.reasons)

@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,14 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from decoding import Recorder, also, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
+from decoding import Recorder, also, assert_same, assert_whole, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding
 from fused_topk.generation.whole_step import ancestry, cache, compiled, entry, room
-from whole_steps import SERVED, SERVED_WITH_SOURCE, assert_whole, encoder_decoder, family, source_for
+from whole_steps import SERVED, SERVED_WITH_SOURCE, encoder_decoder, family, source_for
 
-keeping = functools.partial(fused_decoding, whole_step=True)
+keeping = functools.partial(fused_decoding, compile=True)
 # To trace a step takes seconds.
-WAYS = [pytest.param("eager", id="eager"), pytest.param(True, id="kept", marks=pytest.mark.exhaustive)]
+WAYS = [pytest.param(False, id="operations"), pytest.param(True, id="kept", marks=pytest.mark.exhaustive)]
 OPTIONS = {"max_new_tokens": 40, "eos_token_id": None}
 
 
@@ -50,7 +51,7 @@ def test_texts_longer_than_the_first_room(name, way, num_beams):
     for ends in (None, [5, 6, 7, 8]):
         options = {**OPTIONS, "num_beams": num_beams, "num_return_sequences": num_beams, "eos_token_id": ends}
         if stock_gap(model, inputs, **options) > 2e-5:
-            assert_whole(model, inputs, way=way, **options)
+            assert_whole(model, inputs, compile=way, **options)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -58,7 +59,7 @@ def test_texts_longer_than_the_first_room(name, way, num_beams):
 def test_a_limit_beside_a_size(most, way):
     model, inputs = model_and_inputs("Llama")
     for beams in (1, 3):
-        found = assert_whole(model, inputs, way=way, num_beams=beams, max_new_tokens=most, eos_token_id=None)
+        found = assert_whole(model, inputs, compile=way, num_beams=beams, max_new_tokens=most, eos_token_id=None)
         assert found["sequences"].shape[1] == 6 + most
 
 
@@ -80,7 +81,7 @@ def test_options_across_sizes(options, way):
     model, inputs = model_and_inputs("Llama")
     for beams in (1, 3):
         if beams == options.get("num_beams", beams):
-            assert_whole(model, inputs, way=way, **{**OPTIONS, "num_beams": beams, **options})
+            assert_whole(model, inputs, compile=way, **{**OPTIONS, "num_beams": beams, **options})
 
 
 @pytest.mark.exhaustive
@@ -95,7 +96,7 @@ def test_wide_beams_across_sizes(name, way, is_gathered, monkeypatch):
     model, inputs = model_and_inputs(name)
     options = {**OPTIONS, "num_beams": 12, "num_return_sequences": 12}
     if stock_gap(model, inputs, **options) > 2e-5:
-        assert_whole(model, inputs, way=way, **options)
+        assert_whole(model, inputs, compile=way, **options)
 
 
 @pytest.mark.parametrize("num_beams", [1, *also(3)])
@@ -107,7 +108,7 @@ def test_draws_do_not_depend_on_the_room(way, num_beams, monkeypatch):
         monkeypatch.setattr(room, "FIRST", first)
         monkeypatch.setattr(room, "MORE", first)
         torch.manual_seed(3)
-        with fused_decoding(model, whole_step=way, sampling=True):
+        with fused_decoding(model, compile=way):
             options = {"do_sample": True, "top_k": 9, "repetition_penalty": 1.2, "num_beams": num_beams}
             found.append(model.generate(**inputs, **OPTIONS, **options))
     assert torch.equal(*found)
@@ -119,7 +120,7 @@ def test_a_streamer_across_sizes(way):
     pieces = []
     for fused in (None, way):
         recorder = Recorder()
-        with fused_decoding(model, whole_step=False if fused is None else fused):
+        with nullcontext() if fused is None else fused_decoding(model, compile=fused):
             model.generate(**inputs, **OPTIONS, do_sample=False, streamer=recorder)
         pieces.append(recorder.pieces)
     assert pieces[0] == pieces[1]
@@ -136,7 +137,7 @@ def test_what_is_held_follows_what_is_written(way, monkeypatch):
     )
     model, inputs = copy.deepcopy(family("Llama")), inputs_for(family("Llama"), 2, 16)
     prompt = model.generate(**inputs, num_beams=3, do_sample=False, max_new_tokens=2, eos_token_id=None)
-    is_eager = way == "eager"
+    is_eager = not way
     cases = (
         (5, None, 4 if is_eager else 15),
         (60, [*range(5, 90)], 16 if is_eager else 15),
@@ -144,7 +145,7 @@ def test_what_is_held_follows_what_is_written(way, monkeypatch):
     )
     for most, ends, places in cases:
         held.clear()
-        assert_whole(model, inputs, way=way, num_beams=3, max_new_tokens=most, eos_token_id=ends)
+        assert_whole(model, inputs, compile=way, num_beams=3, max_new_tokens=most, eos_token_id=ends)
         assert max(held) == 16 + 3 * places, prompt.shape
 
 
@@ -184,7 +185,7 @@ def test_300_calls_of_48_shapes_take_bounded_memory():
     model = copy.deepcopy(family("Llama"))
     shapes = [*itertools.product(range(1, 7), (6, 20, 30, 40), (1, 3))]
     assert len(shapes) == 48
-    enable(model, whole_step=True)
+    enable(model, compile=True)
     taken, codes = [], []
     for number in range(300):
         batch, length, beams = shapes[number % 48]

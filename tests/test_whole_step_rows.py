@@ -8,12 +8,11 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decoding import PAD, TOKENS, generate_both, inputs_for, one_thread, with_biases  # noqa: F401
-from fused_topk.generation import fused_decoding
+from decoding import PAD, TOKENS, assert_whole, generate_both, inputs_for, one_thread, with_biases  # noqa: F401
 from fused_topk.generation.whole_step import attention, entry
 from fused_topk.generation.whole_step.cache import SourceLayer
 from fused_topk.generation.whole_step.row_form import RowDecoder, decoder_of
-from whole_steps import assert_whole, source_for, swaps
+from whole_steps import source_for, swaps
 
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": PAD}
 _MODELS = {
@@ -135,11 +134,3 @@ def test_attention_with_a_tensor_that_is_not_read_raises():
     attention.plain(None, query, key, key, None, position_ids=torch.zeros(1))
     with pytest.raises(ValueError, match="position_bias"):
         attention.plain(None, query, key, key, None, position_bias=torch.zeros(1, 4, 1, 5))
-
-
-def test_not_by_default_on_a_cpu():
-    model = row_model("T5")
-    _, _, steps = generate_both(
-        model, _inputs(model), fused=fused_decoding, num_beams=3, max_new_tokens=5, return_dict_in_generate=False
-    )
-    assert steps.not_whole == {"a row for each beam on a CPU": 1}

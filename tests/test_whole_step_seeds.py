@@ -16,13 +16,12 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from captured import InVain, graphs_of
-from decoding import Recorder, inputs_for, one_thread  # noqa: F401
-from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.choice import tokens
+from decoding import Recorder, also, inputs_for, is_likely, one_thread, stats, tiny  # noqa: F401
+from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import draws
 from whole_steps import encoder_decoder, family, source_for
 
-eager = functools.partial(fused_decoding, whole_step="eager")
+eager = fused_decoding
 SAMPLED = [
     {"top_k": 0},
     {"top_k": 7},
@@ -53,7 +52,7 @@ def assert_stocks(model, inputs, fused=eager, **options):
     stats(reset=True)
     found, drawn = seeded(model, inputs, fused(model), **options)
     steps = stats(reset=True)
-    assert steps.whole > 0 and not steps.not_whole, steps
+    assert steps.whole > 0 and not steps.reasons, steps
     if isinstance(expected, torch.Tensor):
         assert torch.equal(found, expected)
     else:
@@ -81,12 +80,14 @@ def test_quick_draws_are_torchs(monkeypatch):
     for is_quick in (True, False):
         monkeypatch.setattr(draws, "_is_quick_form_equal", lambda is_quick=is_quick: is_quick)
         for columns in (1, 97, 5000):
-            probs = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns)).softmax(-1)
+            scores = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns))
+            scores[1:3, 2:] = -torch.inf
+            probs = scores.softmax(-1)
             for count in {1, min(columns, 4)}:
                 torch.manual_seed(2)
                 expected, state = torch.multinomial(probs, count), torch.get_rng_state()
                 torch.manual_seed(2)
-                assert torch.equal(draws.drawn(probs, count), expected)
+                assert torch.equal(draws.drawn(scores, count), expected)
                 assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(RuntimeError, match="probability tensor"):
         draws.drawn(torch.tensor([[0.5, torch.nan]]), 1)
@@ -94,12 +95,34 @@ def test_quick_draws_are_torchs(monkeypatch):
 
 def test_more_categories_than_multinomial_takes_are_drawn_by_a_race(monkeypatch):
     """In float64: float32 has too few different numbers for so many."""
-    raced, drawn_from = [], tokens.drawn_from
-    monkeypatch.setattr(tokens, "CATEGORIES", 96)
-    monkeypatch.setattr(tokens, "drawn_from", lambda *args: raced.append(args) or drawn_from(*args))
-    for columns in (96, 97):
-        assert draws.drawn(torch.randn(3, columns).softmax(-1), 4).shape == (3, 4)
-    assert [probs.shape[1] for probs, _ in raced] == [97]
+    monkeypatch.setattr(draws, "_CATEGORIES", 8)
+    monkeypatch.setattr(draws, "_RACERS", 3)
+    probabilities = torch.tensor([0.0, 0.3, 0.05, 0.1, 0.2, 0.0, 0.05, 0.1, 0.2, 0.0])
+    torch.manual_seed(0)
+    found = draws.drawn(probabilities.log().expand(20000, -1), 4)
+    assert all(len(set(row)) == 4 for row in found.tolist())
+    # The second of the draws is from what the first has left.
+    pairs = (found[:, 0] * 10 + found[:, 1]).bincount(minlength=100)
+    expected = probabilities[:, None] * probabilities / (1 - probabilities[:, None])
+    assert is_likely(pairs, expected.fill_diagonal_(0).flatten(), 20000)
+    with pytest.raises(RuntimeError, match="nan"):
+        draws.drawn(torch.full((1, 10), torch.nan), 2)
+
+
+@pytest.mark.parametrize("warpers", [{"top_k": 50}, *also({"top_k": 0}, {"top_k": 0, "top_p": 0.9})], ids="-".join)
+def test_beam_sampling_of_more_continuations_than_multinomial_takes(warpers):
+    # 140 beams of 128256 tokens are more than 2^24.
+    model = tiny("llama", vocab_size=128256)
+    options = {"num_beams": 140, "do_sample": True, "max_new_tokens": 2, "num_return_sequences": 3, **warpers}
+    inputs = inputs_for(model, batch=1)
+    with pytest.raises(RuntimeError, match=r"2\^24"):
+        model.generate(**inputs, **options)
+    stats(reset=True)
+    with fused_decoding(model):
+        found = model.generate(**inputs, **options)
+    steps = stats(reset=True)
+    assert steps.whole == 2 and not steps.reasons, steps
+    assert len(found) == 3 and (found >= 0).all() and (found < 128256).all()
 
 
 def test_the_generator_of_the_device_is_put_back(monkeypatch):
@@ -176,16 +199,12 @@ def test_processors_and_criteria_of_the_users_are_called_as_in_stock(options, wa
         with contextlib.ExitStack() as stack:
             if is_fused and way == "captured":
                 stack.enter_context(graphs_of())
-            fused = (
-                contextlib.nullcontext()
-                if not is_fused
-                else fused_decoding(model, whole_step=None if way == "captured" else "eager")
-            )
+            fused = contextlib.nullcontext() if not is_fused else fused_decoding(model)
             stats(reset=True)
             result, after = seeded(model, inputs_for(model, 1 if streams else 3), fused, max_new_tokens=14, **given)
         pieces = given["streamer"].pieces if streams else None
         found.append((result, after, own.calls, ends.calls, pieces))
-    assert stats().whole > 0 and not stats(reset=True).not_whole
+    assert stats().whole > 0 and not stats(reset=True).reasons
     (stock, drawn, calls, ends, pieces), (fused, also, own, criteria, own_pieces) = found
     assert torch.equal(stock.sequences, fused.sequences) and torch.equal(drawn, also) and pieces == own_pieces
     assert len(calls) == len(own) and len(ends) == len(criteria)
@@ -200,7 +219,7 @@ def test_processors_and_criteria_of_the_users_are_called_as_in_stock(options, wa
 def test_the_record_of_the_best_tokens(options):
     model = family("Llama", 1)
     inputs = inputs_for(model, 2)
-    with fused_decoding(model, whole_step=False, topk_per_step=4) as expected:
+    with fused_decoding(model, topk_per_step=4) as expected:
         torch.manual_seed(1)
         model.generate(**inputs, max_new_tokens=6, **{"do_sample": False, **options})
     stats(reset=True)

@@ -12,10 +12,10 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 import transformers
 
-from decoding import PAD, TOKENS, inputs_for, with_biases
+from decoding import PAD, TOKENS, assert_whole, inputs_for, with_biases
 from fused_topk.generation.whole_step import ancestry, attention, entry
 from fused_topk.generation.whole_step.row_form import RowDecoder, decoder_of
-from whole_steps import assert_whole, source_for, swaps
+from whole_steps import source_for, swaps
 
 _IS_5 = int(transformers.__version__.split(".")[0]) >= 5
 

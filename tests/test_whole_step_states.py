@@ -14,13 +14,13 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 import transformers
 from transformers import DynamicCache
 
-from decoding import PAD, TOKENS, SmallerIndexFirst, assert_same_cache, inputs_for, with_biases
-from fused_topk.generation import fused_decoding, stats
+from decoding import PAD, TOKENS, SmallerIndexFirst, assert_same_cache, assert_whole, inputs_for, stats, with_biases
+from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry
 from fused_topk.generation.whole_step.cache import STATE_LAYER
 from fused_topk.generation.whole_step.decoder import Decoder
 from fused_topk.generation.whole_step.facts import cache_argument
-from whole_steps import assert_declined, assert_whole, swaps, whole
+from whole_steps import assert_declined, swaps, whole
 
 # Before, models make caches of their own for states.
 needs_states = pytest.mark.skipif(STATE_LAYER is None, reason="needs transformers with layers of caches for states")
@@ -86,7 +86,7 @@ def test_steps_with_states_are_not_kept():
     with SmallerIndexFirst():
         stock = model.generate(**inputs, **options)
         stats(reset=True)
-        with fused_decoding(model, whole_step=True):
+        with fused_decoding(model, compile=True):
             assert torch.equal(model.generate(**inputs, **options), stock)
     steps = stats(reset=True)
     assert steps.whole > 0 and steps.compiled == 0
@@ -108,7 +108,7 @@ def test_a_cache_with_states_that_is_used_is_declined():
         found = model.generate(**inputs, **options, past_key_values=given[1])
     assert torch.equal(found, stock)
     assert_same_cache(*given)
-    assert stats(reset=True).not_whole == {"a cache with states that is used, or not of the model": 1}
+    assert stats(reset=True).reasons == {"a cache with states that is used, or not of the model": 1}
 
 
 @pytest.mark.skipif(STATE_LAYER is not None, reason="caches of transformers have states")

@@ -11,11 +11,11 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
-from decoding import assert_same, generate_both, inputs_for, one_thread  # noqa: F401
+from decoding import TOLERANCE, assert_same, assert_whole, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import compiled
 from test_generation_interface import letter, tokenizer
-from whole_steps import TOLERANCE, assert_declined, assert_whole, family
+from whole_steps import assert_declined, family
 
 BEAMS = pytest.mark.parametrize("num_beams", [1, 3])
 # Ends of texts by chance: some of the letters, and two pairs.
@@ -67,8 +67,8 @@ def test_what_is_not_served():
 def test_steps_that_are_kept(num_beams, monkeypatch):
     monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
     model = family("Llama", 1)
-    compiling = functools.partial(fused_decoding, whole_step=True)
+    compiling = functools.partial(fused_decoding, compile=True)
     options = {"stop_strings": STRINGS, "tokenizer": tokenizer(), "num_beams": num_beams, "max_new_tokens": 14}
     stock, given, steps = generate_both(model, inputs_for(model, 4), fused=compiling, **options)
     assert_same(stock, given, TOLERANCE)
-    assert steps.compiled == steps.whole == steps.fused > 0
+    assert steps.compiled == steps.whole == steps.whole > 0

@@ -7,19 +7,16 @@ import copy
 import functools
 
 import pytest
-import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from decoding import Recorder, inputs_for, one_thread  # noqa: F401
-from fused_topk.generation import fused_decoding, generate, stats
-from fused_topk.generation.whole_step import Once, compiled
-from fused_topk.generation.whole_step.choosing import Choices
-from fused_topk.generation.whole_step.reasons import Declined
+from decoding import Recorder, inputs_for, one_thread, stats  # noqa: F401
+from fused_topk.generation import fused_decoding
+from fused_topk.generation.whole_step import compiled
 from whole_steps import family, whole
 
 OPTIONS = {"max_new_tokens": 7, "do_sample": False}
-compiling = functools.partial(fused_decoding, whole_step=True)
+compiling = functools.partial(fused_decoding, compile=True)
 
 
 @pytest.fixture(name="model")
@@ -52,36 +49,15 @@ def test_a_streamer_gets_each_token(options, fused, model, traced):
         with fused(model):
             assert streamed(model, inputs, **options) == expected
         steps = stats()
-        assert steps.whole == steps.fused == len(expected) - 2 and not steps.not_whole
-        assert streamed(model, inputs, custom_generate=generate, whole_step="eager", **options) == expected
-        assert not stats().not_whole
+        assert steps.whole == len(expected) - 2 and not steps.reasons
 
 
 def test_drawn_tokens_are_those_of_the_result(model, traced):
-    for fused in ("eager", True):
+    for fused in (False, True):
         recorder = Recorder()
-        with fused_decoding(model, sampling=True, whole_step=fused):
+        with fused_decoding(model, compile=fused):
             found = model.generate(**inputs_for(model, 1), max_new_tokens=7, do_sample=True, streamer=recorder)
         assert [token for piece in recorder.pieces[1:-1] for token in piece] == found[0, 6:].tolist()
-
-
-def test_a_piece_is_handed_on_once_where_a_call_declines_on_its_way(model, monkeypatch):
-    inputs = inputs_for(model, 1)
-    free = functools.partial(streamed, model, inputs, eos_token_id=None)
-    expected = free()
-    chosen = Choices.after
-
-    def failing(self, state, constants, logits, ids, step, *args):
-        if step == 4:
-            raise Declined("a reason")
-        return chosen(self, state, constants, logits, ids, step, *args)
-
-    monkeypatch.setattr(Choices, "after", failing)
-    stats(reset=True)
-    with whole(model):
-        assert free() == expected
-    assert free(custom_generate=generate, whole_step="eager") == expected
-    assert stats().not_whole == {"a reason": 2}
 
 
 def test_a_token_whose_step_cannot_be_compiled_is_not_handed_on_twice(model, monkeypatch):
@@ -91,7 +67,7 @@ def test_a_token_whose_step_cannot_be_compiled_is_not_handed_on_twice(model, mon
     monkeypatch.setattr(compiled, "_inductor", fail)
     for options in ({}, {"repetition_penalty": 1.7}):
         recorder = Recorder()
-        with fused_decoding(model, sampling=True, whole_step=True):
+        with fused_decoding(model, compile=True):
             found = model.generate(
                 **inputs_for(model, 1), max_new_tokens=7, do_sample=True, streamer=recorder, **options
             )
@@ -103,18 +79,3 @@ def test_beams_have_no_streamer_with_whole_steps_either(model):
     with whole(model), pytest.raises(ValueError, match="streamer"):
         model.generate(**inputs_for(model), num_beams=3, max_new_tokens=4, streamer=recorder)
     assert recorder.pieces == []
-
-
-def test_what_is_put_before_a_call_is_served_waits():
-    recorder = Recorder()
-    once = Once(recorder)
-    once.put(torch.tensor([1]))
-    assert recorder.pieces == []
-    once.restart()
-    once.put(torch.tensor([1]))
-    once.put(torch.tensor([2]))
-    once.restart()
-    for token in (1, 2, 3):
-        once.put(torch.tensor([token]))
-    once.end()
-    assert recorder.pieces == [[1], [2], [3], "end"]

@@ -16,8 +16,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from decoding import inputs_for
-from fused_topk.generation import disable, enable, fused_decoding, stats
+from decoding import inputs_for, stats
+from fused_topk.generation import disable, enable, fused_decoding
 from whole_steps import family
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -140,7 +140,7 @@ def test_texts_and_the_state_after_a_call_are_stocks(change, num_beams):
     inputs, found = inputs_for(stock, 2), []
     for model in (stock, fused):
         CHANGES[change](model)
-    enable(fused, whole_step="eager")
+    enable(fused)
     for model in (stock, fused):
         torch.manual_seed(3)
         texts = [model.generate(**inputs, **OPTIONS, num_beams=num_beams) for _ in range(2)]
@@ -160,11 +160,11 @@ def test_a_trial_leaves_no_trace_and_is_not_repeated(monkeypatch):
     layer = model.model.layers[1].mlp
     reason_against = trial.reason_against
     monkeypatch.setattr(trial, "reason_against", lambda *args, **kw: tried.append(1) or reason_against(*args, **kw))
-    with fused_decoding(model, whole_step="eager"):
+    with fused_decoding(model):
         for _ in range(3):
             model.generate(**inputs_for(model, 1), **OPTIONS)
     assert len(layer.notes) == 3 * 6 and len(tried) == 1
-    assert "a forward pass that" in str(stats(reset=True).not_whole)
+    assert "a forward pass that" in str(stats(reset=True).reasons)
 
 
 def test_a_trial_leaves_the_draws_of_all_threads_as_they_are(monkeypatch):
@@ -182,8 +182,7 @@ def test_a_trial_leaves_the_draws_of_all_threads_as_they_are(monkeypatch):
     torch.manual_seed(1)
     expected = torch.randn(3), torch.randn(3)
     torch.manual_seed(1)
-    stats(reset=True)
-    with fused_decoding(model, whole_step="eager"):
+    with fused_decoding(model):
         model.generate(**inputs_for(model, 1), **OPTIONS)
     assert torch.equal(drawn[0], expected[0]) and torch.equal(torch.randn(3), expected[1])
     assert stats(reset=True).whole == 6
@@ -194,7 +193,7 @@ def test_a_model_in_training_mode_without_dropout_is_served():
     inputs = inputs_for(model, 2)
     expected = model.generate(**inputs, **OPTIONS)
     stats(reset=True)
-    with fused_decoding(model, whole_step="eager"):
+    with fused_decoding(model):
         assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
     assert stats(reset=True).whole == 6 and model.training
 
@@ -214,7 +213,7 @@ def test_attention_of_the_users_own_is_called_as_in_stock():
     model = LlamaForCausalLM(config).eval()
     counts = []
     inputs = inputs_for(model, 2)
-    for context in (None, fused_decoding(model, whole_step="eager")):
+    for context in (None, fused_decoding(model)):
         calls.clear()
         if context is None:
             model.generate(**inputs, **OPTIONS)
@@ -223,7 +222,7 @@ def test_attention_of_the_users_own_is_called_as_in_stock():
                 model.generate(**inputs, **OPTIONS)
         counts.append(len(calls))
     assert counts[0] == counts[1] == 12
-    assert "attention of your own" in str(stats(reset=True).not_whole)
+    assert "attention of your own" in str(stats(reset=True).reasons)
 
 
 @pytest.mark.parametrize("place", ["class", "cache", "layer"])
@@ -250,7 +249,7 @@ def test_an_update_of_the_users_own_is_called_as_in_stock(place, monkeypatch):
             of.update = counted(of.update)
             given = {"past_key_values": cache}
         if is_fused:
-            with fused_decoding(model, whole_step="eager"):
+            with fused_decoding(model):
                 model.generate(**inputs, **OPTIONS, **given)
         else:
             model.generate(**inputs, **OPTIONS, **given)
@@ -278,7 +277,7 @@ def test_an_exception_of_an_alarm_reaches_the_caller(monkeypatch):
     stats(reset=True)
     before = signal.signal(signal.SIGALRM, ring)
     try:
-        with fused_decoding(model, whole_step="eager"):
+        with fused_decoding(model):
             with monkeypatch.context() as patch, pytest.raises(Late):
                 patch.setattr(trial, "_reason", lambda *_: signal.raise_signal(signal.SIGALRM))
                 model.generate(**inputs, **OPTIONS)

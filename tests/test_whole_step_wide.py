@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from decoding import inputs_for, one_thread, stock_gap  # noqa: F401
+from decoding import assert_whole, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation.whole_step import ancestry, shape
 from fused_topk.generation.whole_step.beams import Rules
 from fused_topk.generation.whole_step.room import rounded_up
 from fused_topk.generation.whole_step.shape import most_room
-from whole_steps import assert_whole, encoder_decoder, family, source_for, swaps
+from whole_steps import encoder_decoder, family, source_for, swaps
 
 
 @pytest.fixture(name="gathered")

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Runs the tests of fused_topk.generation with other versions of transformers than the one that is installed: the tier that
-# plain pytest runs (conftest.py), of whole steps those that ask for models, boundaries, images, reasons, seeds, streamers and traces, and both tiers
-# of the processors' boundaries and of compiled models, where versions differ.
+# plain pytest runs (conftest.py), of whole steps those that ask for models, boundaries, images, reasons, seeds, streamers and traces.
 #
 #     tests/transformers_versions.sh [VERSION ...]
 #
@@ -34,5 +33,4 @@ for version in "${versions[@]}"; do
   # Models this small are slowed down by threads that wait in turns; two processes are not.
   pytest=(timeout 600 "$environment/bin/python" -m pytest -q -n 2 -p no:cacheprovider)
   "${pytest[@]}" "$tests"/test_generation*.py "$tests"/test_whole_step{,_boundaries,_encoder_decoders,_images,_reasons,_seeds,_streaming,_traces}.py
-  "${pytest[@]}" -m exhaustive "$tests"/test_generation_boundaries.py "$tests"/test_generation_compiled.py
 done

@@ -8,13 +8,27 @@ import faulthandler
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LogitsProcessorList
 
 import whole_parallel_checks
+from decoding import stats
 from fused_topk.distributed import collective
-from fused_topk.generation import disable, enable, fused_decoding, stats
+from fused_topk.generation import disable, enable, fused_decoding
 from fused_topk.generation.whole_step import drop, entry, graphs
-from tensor_parallel_checks import LLAMA, NEW_TOKENS, QWEN, VOCAB_SIZE, sequences
-from whole_parallel_checks import UNLIKE, Dying, spread
+from whole_parallel_checks import (
+    CLOCK,
+    LLAMA,
+    NEW_TOKENS,
+    POSITIONAL,
+    QWEN,
+    UNLIKE,
+    VOCAB_SIZE,
+    Dying,
+    assert_equal_everywhere,
+    fused,
+    models,
+    sequences,
+)
 
 FOLDER = ""  # that all processes can write
 BEAMS = {"num_beams": 4}
@@ -24,15 +38,9 @@ faulthandler.dump_traceback_later(50, repeat=True)
 
 def model_and_prompts(family=LLAMA, vocab_size=VOCAB_SIZE, tied=False, rows=8, length=20):
     whole_parallel_checks.FOLDER = FOLDER
-    model, _ = spread(family, vocab_size, tied)
+    model, _ = models(family, vocab_size, tied)
     prompts = torch.randint(6, vocab_size, (rows, length), generator=torch.Generator().manual_seed(rows + length))
     return model, prompts.to(model.device)
-
-
-def assert_equal_everywhere(tokens: torch.Tensor) -> None:
-    everywhere = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, tokens.contiguous())
-    assert all(torch.equal(each, tokens) for each in everywhere)
 
 
 def assert_captured(model, prompts, **options) -> None:
@@ -40,14 +48,14 @@ def assert_captured(model, prompts, **options) -> None:
     kept = {"return_dict_in_generate": True, "output_scores": True, **options}
     for asked in (options, kept):
         expected = sequences(model, prompts, **asked)
-        with fused_decoding(model, whole_step=True):
+        with fused_decoding(model):
             for is_first in (True, False):
-                stats(reset=True)
                 graphs_before = count_of_graphs.made
+                stats(reset=True)
                 got = sequences(model, prompts, **asked)
                 steps = stats(reset=True)
-                assert steps.not_whole == steps.not_compiled == {}, steps
-                assert steps.captured == steps.whole == steps.fused > 0, steps
+                assert steps.reasons == {}, steps
+                assert steps.captured == steps.whole > 0, steps
                 assert (count_of_graphs.made > graphs_before) == is_first, (is_first, options)
         if asked is options:
             assert torch.equal(got, expected), options
@@ -87,53 +95,44 @@ def beams(rank: int, size: int) -> None:
 def room_grows_and_lengths_differ(rank: int, size: int) -> None:
     model, prompts = model_and_prompts()
     assert_captured(model, prompts, max_new_tokens=150, eos_token_id=None)
-    enable(model, whole_step=True)
+    enable(model)
     for rows, length, new in ((8, 20, 9), (3, 33, 70), (8, 20, 9), (1, 4, 1)):
         _, prompts = model_and_prompts(rows=rows, length=length)
         for options in ({}, BEAMS):
             got = sequences(model, prompts, max_new_tokens=new, **options)
             assert_equal_everywhere(got)
-    assert stats(reset=True).not_whole == {}
+    assert stats(reset=True).reasons == {}
     disable(model)
     assert len(entry.ready_for(model).store._kept) == 0
-
-
-def the_default_is_captured(rank: int, size: int) -> None:
-    model, prompts = model_and_prompts()
-    for options in ({}, BEAMS):
-        expected = sequences(model, prompts, **options)
-        stats(reset=True)
-        with fused_decoding(model):
-            assert torch.equal(sequences(model, prompts, **options), expected)
-        steps = stats(reset=True)
-        assert steps.captured == steps.whole > 0 and steps.not_whole == {}, steps
 
 
 def draws_and_processors(rank: int, size: int) -> None:
     model, prompts = model_and_prompts()
     assert_captured(model, prompts, repetition_penalty=1.3)
     assert_captured(model, prompts, **BEAMS, no_repeat_ngram_size=2)
-    torch.manual_seed(rank)
     for options in ({"top_k": 20}, {"top_k": 0, "top_p": 0.9}):
-        with fused_decoding(model, whole_step=True, sampling=True):
-            assert_equal_everywhere(sequences(model, prompts, do_sample=True, **options))
-        assert stats(reset=True).captured > 0
+        torch.manual_seed(3)
+        expected = sequences(model, prompts, do_sample=True, **options)
+        # The first process's numbers decide.
+        torch.manual_seed(3 + rank)
+        got, steps = fused(model, prompts, do_sample=True, **options)
+        assert torch.equal(got, expected) and steps.captured > 0, (options, steps)
 
 
 def processes_that_differ(rank: int, size: int) -> None:
-    """All run the other loop, and then go on."""
+    """All run stock's generate(), and then go on."""
     model, prompts = model_and_prompts()
     expected, is_last = sequences(model, prompts), rank == size - 1
-    for way, options in ((False, {}), (True, {"max_time": 1000.0}), (True, {"repetition_penalty": 1.0 + 1e-7})):
-        stats(reset=True)
-        with fused_decoding(model, whole_step=way if is_last else True):
-            assert torch.equal(sequences(model, prompts, **(options if is_last else {})), expected)
-        steps = stats(reset=True)
-        assert steps.whole == 0 and (is_last or list(steps.not_whole) == [UNLIKE]), steps
-        with fused_decoding(model, whole_step=True):
-            assert torch.equal(sequences(model, prompts), expected)
-        steps = stats(reset=True)
-        assert steps.captured == steps.whole > 0, steps
+    for reason, args, own in (
+        (POSITIONAL, (None, LogitsProcessorList()), {}),
+        (CLOCK, (), {"max_time": 1000.0}),
+        (UNLIKE, (), {"repetition_penalty": 1.0 + 1e-7}),
+    ):
+        got, steps = fused(model, prompts, *(args if is_last else ()), **(own if is_last else {}))
+        assert torch.equal(got, expected)
+        assert steps.whole == 0 and steps.reasons == {reason if is_last else UNLIKE: 1}, steps
+        got, steps = fused(model, prompts)
+        assert torch.equal(got, expected) and steps.captured == steps.whole > 0, steps
 
 
 def a_capture_that_fails_in_one_process(rank: int, size: int) -> None:
@@ -149,18 +148,16 @@ def a_capture_that_fails_in_one_process(rank: int, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == size - 1:
             patch.setattr(graphs, "Graph", Failing)
-        stats(reset=True)
-        with fused_decoding(model, whole_step=True):
-            assert torch.equal(sequences(model, prompts), expected)
-        steps = stats(reset=True)
-        assert steps.captured == 0 and steps.whole >= 1 and len(steps.not_compiled) == 1, steps
+        got, steps = fused(model, prompts)
+        assert torch.equal(got, expected)
+        assert steps.whole == 0 < steps.stock and len(steps.reasons) == 1, steps
     drop(model)
 
 
 def a_group_is_destroyed(rank: int, size: int) -> None:
     """NCCL waits for graphs that use it: after a block there are none."""
     model, prompts = model_and_prompts()
-    with fused_decoding(model, whole_step=True):
+    with fused_decoding(model):
         sequences(model, prompts, max_new_tokens=NEW_TOKENS)
     assert stats(reset=True).captured > 0
     torch.cuda.synchronize()
@@ -171,7 +168,7 @@ def a_process_dies(rank: int, size: int) -> None:
     """The others get an error within the group's limit, though graphs wait without end."""
     model, prompts = model_and_prompts()
     streamer = Dying() if rank == size - 1 else None
-    enable(model, whole_step=True)
+    enable(model)
     options = {"max_new_tokens": 60, "eos_token_id": None}
     expected = sequences(model, prompts, **options)
     with pytest.MonkeyPatch.context() as patch:

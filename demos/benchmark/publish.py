@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ladder_report
 
@@ -23,82 +23,54 @@ DOCUMENTS = [
         "demos/results/cpu.md",
         "demos/results/h100x2.md",
         "demos/results/h100.md",
-        "docs/whole_steps.md",
+        "docs/generation.md",
+        "docs/how_it_works.md",
     )
 ]
-_WAYS = ("stock", "fused")
-
-
-def generation_cost(run: Document) -> str:
-    """What demos/generation_cost.py wrote, a shape a line."""
-    headings = (
-        "shape",
-        "selection, GPU",
-        "the kernel alone",
-        "selection, host",
-        "its memory, MB",
-        "all kernels of a step",
-        "whole step, fused against stock",
-    )
-    return Table(headings, [_cost_row(name, case) for name, case in run["cases"].items()]).markdown()
-
-
-def _cost_row(name: str, case: Mapping[str, Any]) -> list[str]:
-    def pair(field: str, scale: float = 1.0, digits: int = 0) -> str:
-        return " / ".join(f"{case[way][field] * scale:,.{digits}f}" for way in _WAYS)
-
-    low, middle, high = (
-        f"{ratio - 1:+.1%}"
-        for ratio in (case["fused_to_stock_quartiles"][0], case["fused_to_stock"], case["fused_to_stock_quartiles"][1])
-    )
-    return [
-        name,
-        pair("selection_gpu"),
-        f"{case['function_alone_gpu']:,.0f}",
-        pair("selection_host"),
-        pair("selection_scratch_bytes", 1e-6, 1),
-        pair("profiled_gpu"),
-        f"{middle} ({low} to {high})",
-    ]
-
-
+# A way that is no more. Runs before 0.2 have timed it.
+_GONE = "fused"
 _CALL_HEADINGS = ("first call, s", "first token, ms", "step, ms")
 
 
-def _call_cells(cost: Mapping[str, Any]) -> list[str]:
-    return [f"{cost['first_call']:.1f}", f"{cost['first_token'] * 1e3:.1f}", f"{cost['step'] * 1e3:.2f}"]
+class _Column(NamedTuple):
+    heading: str
+    field: str
+    scale: float
+    digits: int
+
+
+_COLUMNS = (
+    _Column("step, ms", "step", 1e3, 2),
+    _Column("first token, ms", "first_token", 1e3, 1),
+    _Column("first call, s", "first_call", 1.0, 1),
+    _Column("memory beyond weights, GB", "peak_beyond_weights", 1e-9, 2),
+)
 
 
 def decoding(run: Document) -> str:
-    """What demos/decoding_latency.py wrote of whole calls: a line for each mode and way."""
-    headings = ("generate()", "", *_CALL_HEADINGS, "stock / this")
-    lines = [
-        [
-            mode if way == "stock" else "",
-            way,
-            *_call_cells(cost),
-            f"{ways['stock']['step'] / cost['step']:.2f}",
-        ]
-        for mode, ways in run["calls"].items()
-        for way, cost in ways.items()
-    ]
-    return Table(headings, lines, labels=2).markdown()
+    """What demos/decoding_latency.py wrote: a line for each mode."""
+    return _by_way("generate()", run["calls"])
 
 
 def whole_calls(run: Document) -> str:
-    """What demos/generation_cost.py wrote of whole calls: a line for each shape and way."""
-    headings = ("shape", "way", *_CALL_HEADINGS, "memory beyond weights, GB")
-    lines = [
-        [
-            name if way == "stock" else "",
-            way,
-            *_call_cells(cost),
-            f"{cost['peak_beyond_weights'] / 1e9:.2f}",
-        ]
-        for name, case in run["cases"].items()
-        for way, cost in case["whole_calls"].items()
-    ]
-    return Table(headings, lines, labels=2).markdown()
+    """What demos/generation_cost.py wrote: a line for each shape."""
+    return _by_way("shape", {name: case["whole_calls"] for name, case in run["cases"].items()})
+
+
+def _by_way(heading: str, calls: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each case. Each cell has a number for each way."""
+    ways = [way for way in dict.fromkeys(way for of_case in calls.values() for way in of_case) if way != _GONE]
+    has_memory = all(cost.get("peak_beyond_weights") for of_case in calls.values() for cost in of_case.values())
+    columns = _COLUMNS if has_memory else _COLUMNS[:-1]
+
+    def cell(of_case: Mapping[str, Any], column: _Column) -> str:
+        costs = [of_case.get(way) for way in ways]
+        numbers = ["-" if cost is None else f"{cost[column.field] * column.scale:.{column.digits}f}" for cost in costs]
+        return " / ".join(numbers)
+
+    lines = [[name, *(cell(of_case, column) for column in columns)] for name, of_case in calls.items()]
+    table = Table([heading, *(column.heading for column in columns)], lines)
+    return f"In each cell: {' / '.join(ways)}.\n\n{table.markdown()}"
 
 
 def linear(run: Document) -> str:
@@ -153,7 +125,7 @@ def tensor_parallel(run: Document) -> str:
         ]
         for case, ways in run["cases"].items()
         for way, cost in ways.items()
-        if isinstance(cost, dict)
+        if isinstance(cost, dict) and way != _GONE
     ]
     return Table(("batch", "way", *_CALL_HEADINGS, "stock / this"), lines, labels=2).markdown()
 
@@ -161,7 +133,6 @@ def tensor_parallel(run: Document) -> str:
 VIEWS = {
     **published.VIEWS,
     "ladder": ladder_report.ladder,
-    "generation_cost": generation_cost,
     "decoding": decoding,
     "whole_calls": whole_calls,
     "linear": linear,

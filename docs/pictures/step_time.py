@@ -12,7 +12,7 @@ CASE = "llama-1b-8x4"
 LEFT, WIDTH, TOP, PITCH, BAR = 150, 500, 74, 46, 26
 
 _HEAD = """\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 300" role="img" font-family="system-ui, sans-serif" font-size="15">
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 254" role="img" font-family="system-ui, sans-serif" font-size="15">
   <title>The time of one decoding step on an H200</title>
   <style>
     .back { fill: #ffffff } .text { fill: #1f2328 } .dim { fill: #57606a }
@@ -22,7 +22,7 @@ _HEAD = """\
       .choice { fill: #e69f00 } .model { fill: #56b4e9 } .wait { fill: #4a525b } .replay { fill: #2fbf94 }
     }
   </style>
-  <rect class="back" width="760" height="300" rx="8"/>
+  <rect class="back" width="760" height="254" rx="8"/>
 """
 _LEGEND = (
     ("choice", "choice of tokens", 24),
@@ -36,11 +36,9 @@ def drawn() -> str:
     """The picture's text: a bar for each way, its pieces in ms from left to right."""
     costs = json.loads((RESULTS / "generation_cost_h200.json").read_text())["cases"][CASE]
     calls = json.loads((RESULTS / "h200_whole_calls.json").read_text())["cases"][f"{CASE}-prompt-512"]["whole_calls"]
-    bars = {}
-    for way in ("stock", "fused"):
-        cost = costs[way]
-        kernels, step, choice = (cost[name] / 1e3 for name in ("profiled_gpu", "generate_step", "selection_gpu"))
-        bars[way] = [("choice", choice), ("model", kernels - choice), ("wait", step - kernels)]
+    of_stock = costs["stock"]
+    kernels, step, choice = (of_stock[name] / 1e3 for name in ("profiled_gpu", "generate_step", "selection_gpu"))
+    bars = {"stock": [("choice", choice), ("model", kernels - choice), ("wait", step - kernels)]}
     for way in ("whole step", "whole step, compiled"):
         bars[way] = [("replay", calls[way]["step"] * 1e3)]
     scale = WIDTH / max(sum(time for _, time in pieces) for pieces in bars.values())
@@ -60,8 +58,8 @@ def drawn() -> str:
         total = sum(time for _, time in pieces)
         lines.append(f'  <text class="text" x="{x + 8:.1f}" y="{y + 18}">{total:.2f} ms</text>')
     for kind, words, x in _LEGEND:
-        lines.append(f'  <rect class="{kind}" x="{x}" y="262" width="14" height="14"/>')
-        lines.append(f'  <text class="dim" x="{x + 20}" y="274" font-size="13">{words}</text>')
+        lines.append(f'  <rect class="{kind}" x="{x}" y="216" width="14" height="14"/>')
+        lines.append(f'  <text class="dim" x="{x + 20}" y="228" font-size="13">{words}</text>')
     return _HEAD + "\n".join(lines) + "\n</svg>\n"
 
 

@@ -3,71 +3,46 @@
 
     with fused_decoding(model):                       # or enable(model) ... disable(model)
         model.generate(...)                           # unchanged: greedy, sampling, beams
-    model.generate(..., custom_generate=generate)     # the same for one call
-    with fused_decoding(model, whole_step=True):      # beams share their prompt, and the cache is never copied
+    with fused_decoding(model, compile=True):         # quicker steps, for seconds in a shape's first call
     FusedTopKLogitsProcessor(top_k, ...)              # an ordinary LogitsProcessor
     TrieLogitsProcessor(TokenTrie(items, end), ...)   # another: texts must be items of a catalogue
-    stats()                                           # what was fused, what was not, and why
+    stats()                                           # what was served, what was not, and why
     next_token_topk, topk_logprobs                    # compact results without generate()
     with fuse_routers(model):                         # experts of a mixture are chosen by one launch, everywhere
 
 A call goes down through these, and none of them calls one above it:
 
-    entrance, hooks     how a user asks for fused calls, and the methods of a model that notice its calls
-    ways                which way a call runs: in whole steps, or in transformers' loop
+    entrance            how a user asks for whole steps, and what stands for generate() of an enabled model
     whole_step/         loops of our own: beams share their prompt, and a step can be compiled and captured
-    interception/       transformers' own loop, with a fused choice of tokens wherever that is possible
-    tensor_parallel/    models that are spread over processes: their logits, and their modules
-    edits/              what the processors of a call do, as edits of few tokens
-    trie/               a catalogue of items, and which tokens may follow a text
-    choice/             how tokens are chosen from logits, with edits and warpers
+    tensor_parallel/    models that are spread over processes
+    processor, trie/    logits processors: four warpers in one, and a catalogue of items with the tokens that may follow a text
 
-How transformers' loops are served without a copy of any:
+A call is served in whole steps, or runs stock's generate() untouched. generate() itself prepares every call, and hands it to a loop of
+ours by its argument custom_generate. Where the loop finds something that it does not serve, it runs the loop that generate() would
+have run, with what generate() has prepared.
 
-1. Outside generate() nothing changes. Inside, a forward hook marks the logits that the model returns to the loop
-   (`model_logits.ModelLogits`: real logits, usable for everything). Where the loop takes the last ones in float32, it
-   gets `lazy_scores.LazyScores`: a value that has not been computed. Only transformers' own loop gets lazy values.
-   Processors, criteria, streamers and hooks may ask the model, too. They get plain tensors.
-2. A lazy value recognises what the loops do with it: log_softmax, the processors, adding the beams' scores, reshaping,
-   and last topk, argmax or softmax + multinomial. Until then nothing is computed; the last one runs `beam_topk` or
-   `topk` on the model's own logits (`choice.selection`).
-3. Any other operation, known or not, gets the values that the stock operations compute, and the step goes on with
-   stock operations. So a change in transformers can cost speed, never a result.
-4. Processors that touch few tokens become edits: those tokens are left out of the one scan by a mask, a bit for a token,
-   and merged in with their new values. Only a processor of a known class with exactly the known attributes becomes an
-   edit. Any other processor makes the step run the stock processors.
+Beside public API (generate, custom_generate, Cache, AttentionInterface) these private names are used:
 
-Beside public API (forward hooks, generate, get_compiled_call) these private names are used:
-
-`_get_logits_processor`
-    to learn the processors and the configuration of a call; without it generate() stays stock, with one warning
-`_compiled_call_impl` of torch
-    without it the steps of a model after model.compile() are stock, and counted
+`_sample`, `_beam_search`
+    the loops that generate() would have run
 `config._attn_implementation`
     to know which attention a whole step stands for
-`_update_model_kwargs_for_generation`, `_unflatten_beam_dim`, `_get_top_k_continuations`
-    methods that get the logits, the scores or the cache: to notice a model that overrides one of them
+methods of a model that stock's loops call (`whole_step/reasons.py` lists them)
+    to notice a model that overrides one of them
 `_supports_default_dynamic_cache` of a model, before transformers has caches with states
     to notice a model whose result has a cache of a type of its own
 `tp_forward` of a tensor-parallel model's modules, and `_local_tensor` of DTensor
     the closure of `tp_forward` says which part of a module a process has; a model without it, or with another closure, has no
     whole steps
-
-The loop of a tensor-parallel model gets the columns of its own process: the LM head's forward() gives them in place of
-gathered logits, in an object that stands for the whole (`sharded_logits`). Lazy values choose from them by small collectives
-(`sharded_rows`). Everyone else gets the whole logits, gathered on demand.
-
-A model carries hooks while it is enabled, while a block is open, and during a call. The hooks hold no state of a call. The
-options of a block are kept in a context variable, and the state of a call in its `calls.Call`.
 """
 
-from .edits.tries import TrieLogitsProcessor
-from .edits.warpers import FusedTopKLogitsProcessor
-from .entrance import disable, enable, fused_decoding, generate
+from .entrance import disable, enable, fused_decoding
 from .logprobs import TokenLogprobs, next_token_topk, text_topk_logprobs, topk_logprobs
-from .request import FusedDecoding
+from .options import FusedDecoding
+from .processor import FusedTopKLogitsProcessor
 from .routers import FusedRouters, fuse_routers
 from .statistics import Stats, stats
+from .trie.processor import TrieLogitsProcessor
 from .trie.token_trie import TokenTrie
 
 __all__ = [
@@ -82,9 +57,16 @@ __all__ = [
     "enable",
     "fuse_routers",
     "fused_decoding",
-    "generate",
     "next_token_topk",
     "stats",
     "text_topk_logprobs",
     "topk_logprobs",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "generate":
+        raise AttributeError(
+            "custom_generate=fused_topk.generation.generate is gone; write `with fused_decoding(model):` around the call"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,28 +1,166 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a user asks for fused decoding: of a model until it is disabled, in a with block, or for one call.
+"""How a user asks for whole steps: of a model until it is disabled, or in a with block.
 
-Methods that a model carries notice its calls (:mod:`hooks`). A call that is to be fused runs in one of two ways (:mod:`ways`).
+generate() of an enabled model is the one thing that is replaced. A call is either served in whole steps, or runs stock's generate()
+untouched. The class of the model carries a descriptor for that, which gives every other instance its own method. So the model has no
+attribute of ours that refers to it, and its copies are not enabled.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+import copy
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
-from transformers.generation.configuration_utils import GenerationMode
+from transformers import GenerationMixin
 
-from .calls import LOOKUP, Call
-from .frames import variables
-from .hooks import entered, held, set_enabled
-from .request import BEAMS, SAMPLING, SEARCH, FusedDecoding, Options, Request, mode_of
-from .statistics import tell_once
-from .ways import run_call
-from .whole_step import Asked, Declined, Loop, cache_of, drop
+from ..tracing import is_traced
+from .options import FusedDecoding, Options, Request
+from .statistics import count_reason, count_stock
+from .whole_step import (
+    OF_FEW_LOGITS,
+    Asked,
+    Checked,
+    Declined,
+    Loop,
+    TopKRecord,
+    cache_of,
+    decline_for,
+    drop,
+    of_arguments,
+    reads_few_logits,
+    refuse,
+    release,
+    with_stop_strings,
+)
+
+_NAME = "generate"
+
+
+class _Uses:
+    """What is asked for of one model."""
+
+    def __init__(self) -> None:
+        self.enabled: Request | None = None
+        self.blocks: list[Request] = []
+
+    @property
+    def is_needed(self) -> bool:
+        return self.enabled is not None or bool(self.blocks)
+
+
+# One lock for all models. It is reentrant: the garbage collector may close a block at any line.
+_lock = threading.RLock()
+_uses: weakref.WeakKeyDictionary[Any, _Uses] = weakref.WeakKeyDictionary()
+# The blocks that this thread or task has entered. Another thread or task may have closed some of them.
+_entered: ContextVar[tuple[Request, ...]] = ContextVar("fused_topk_blocks", default=())
+
+
+class _Call:
+    """A running call of an enabled model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        # Whether parts of the model have run calls of their own during this one, which are counted.
+        self.has_parts = False
+
+
+_running: ContextVar[_Call | None] = ContextVar("fused_topk_call", default=None)
+
+
+class _Generate:
+    """Stands for generate() in a class of models, some of whose instances are enabled."""
+
+    def __init__(self, of: type) -> None:
+        self._of = of
+        # What the class itself defines; None where it inherits the method.
+        self.own: Any = vars(of).get(_NAME)
+        self._function = _wrapped(self._stock(of, of), self._bound)
+
+    def _stock(self, instance: Any, kind: Any) -> Any:
+        if self.own is None:
+            # Looked up at each call, as Python does: somebody may patch the class later.
+            return getattr(super(self._of, instance), _NAME)
+        return self.own.__get__(None if instance is kind else instance, kind)
+
+    def _bound(self, model: Any) -> Any:
+        return self._stock(model, type(model))
+
+    def __get__(self, instance: Any, kind: Any = None) -> Any:
+        if instance is None:
+            return self._stock(kind, kind)
+        is_served = instance in _uses and self._is_first(type(instance))
+        return MethodType(self._function, instance) if is_served else self._bound(instance)
+
+    def _is_first(self, kind: type) -> bool:
+        """Whether a class finds this one first. Those of its bases give the method of stock."""
+        found = (vars(each).get(_NAME) for each in kind.__mro__)
+        return next(each for each in found if isinstance(each, _Generate)) is self
+
+
+def _wrapped(stock: Any, stock_of: Callable[[Any], Any]) -> Any:
+    """A function that serves a model's calls. It has the name, the signature and the docstring of stock's.
+
+    Args:
+        stock_of: gives a model's own method.
+    """
+
+    @functools.wraps(stock)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, stock_of(self), args, kwargs)
+
+    # As of stock's method: generate() with gradients.
+    generate.__wrapped__ = inspect.unwrap(stock)
+    return generate
+
+
+def _put(model: Any) -> None:
+    kind, own = type(model), vars(model).get(_NAME)
+    if not isinstance(vars(kind).get(_NAME), _Generate):
+        setattr(kind, _NAME, _Generate(kind))
+    if own is not None and not hasattr(own, "_fused_topk_stock"):
+        # Somebody has put a function in the place of the method, which comes before what the class has.
+        of_model = functools.partial(_wrapped(own, lambda _: own), model)
+        functools.update_wrapper(of_model, own)
+        of_model._fused_topk_stock = own  # type: ignore[attr-defined]
+        vars(model)[_NAME] = of_model
+
+
+def _remove(model: Any) -> None:
+    _uses.pop(model, None)
+    own = vars(model).get(_NAME)
+    if hasattr(own, "_fused_topk_stock"):
+        vars(model)[_NAME] = own._fused_topk_stock
+    _remove_unused(type(model))
+    release(model)
+
+
+def _remove_unused(kind: type) -> None:
+    found = vars(kind).get(_NAME)
+    if isinstance(found, _Generate) and not any(type(each) is kind for each in list(_uses)):
+        if found.own is None:
+            delattr(kind, _NAME)
+        else:
+            setattr(kind, _NAME, found.own)
+
+
+def _use(model: Any) -> _Uses:
+    found = _uses.get(model)
+    if found is None:
+        found = _uses[model] = _Uses()
+        # A model that is gone leaves nothing in its class.
+        weakref.finalize(model, _remove_unused, type(model)).atexit = False
+    _put(model)
+    return found
 
 
 def _generators(model: Any) -> list[Any]:
@@ -38,57 +176,37 @@ def _generators(model: Any) -> list[Any]:
     return found
 
 
-def _fusible(model: Any) -> list[Any]:
-    found = [module for module in _generators(model) if hasattr(module, LOOKUP)]
-    if not found:
-        tell_once(f"generate() stays stock: this version of transformers has no {LOOKUP}")
-    return found
-
-
-def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str | None = None) -> None:
-    """Makes the model's generate() calls take the fused path, until :func:`disable`.
+def enable(model: nn.Module, *, compile: bool = False, **gone: Any) -> None:
+    """Makes the model's generate() calls run in whole steps, until :func:`disable`.
 
     >>> enable(model)  # doctest: +SKIP
     >>> model.generate(**inputs, num_beams=4)  # doctest: +SKIP
 
-    Beam search and greedy decoding give the sequences of the stock path; where logits tie, the smaller index. Calls of
-    the model outside generate() and other models are not touched. Call it again to change an option. A copy of the model, made
-    with copy, pickle or torch.save, is not enabled.
+    Greedy decoding, sampling, beam search and beam sampling are served, with any processor and criterion. In float32 texts are those of
+    stock generate(), of equal logits the smaller index; with sampling they are those of the same seed. In 16 bits a whole step's
+    forward pass rounds otherwise, as with another batch size, so that some texts differ. What is not served runs stock's generate(),
+    and :func:`stats` says why. Calls of the model outside generate() and other models are not touched. A copy of the model, made with
+    copy, pickle or torch.save, is not enabled. Call it again to change an option.
 
-    Every process of a tensor-parallel model must enable it, and make the same calls. Where a call can be served, no logits are
-    gathered: each process chooses from its own columns, and one small collective merges the candidates.
-    :func:`stats` counts such steps of transformers' loop in `sharded`, and says in `gathered` why others gather. Leave the block, or
-    disable the model, before the process group is destroyed: NCCL waits for captured steps.
+    A whole step reads the prompt once for all beams of a sequence, and never copies the cache (:mod:`whole_step`). On a GPU each token
+    is one replay of a CUDA graph, captured in the first call of a shape (batch, beams, lengths rounded up). The first call of a model
+    tries it on a few tokens. A call that is given a cache goes on from it, and leaves there what stock leaves.
+
+    Every process of a tensor-parallel model must enable it, and make the same calls. Disable the model before the process group is
+    destroyed: NCCL waits for captured steps.
 
     Args:
         model: a transformers model, or one with such models as parts: each part that can generate is enabled.
-        sampling: also fuse do_sample=True in transformers' loop, with top-k, top-p or min-p, and beam sampling. The distribution is that
-            of the stock path, but a seed gives other draws. Whole steps need no option: a seed gives the texts of the stock path.
-        whole_step: how to run the calls that whole steps serve. A whole step reads the prompt once for all beams of a sequence, and
-            never copies the cache (:mod:`whole_step`). It serves greedy decoding, sampling, beam search and beam sampling, also of
-            encoder-decoders, with any processor and criterion. Other calls run in transformers' loop with a fused choice of each token, and
-            :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
-
-            =========== =================================================================================================
-            None        Whole steps where they are quicker from the first call on. On a GPU each token is one replay of a CUDA
-                        graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU they run one
-                        operation after another, and greedy search of fewer than 60,000 logits runs as stock generate() does.
-            True        On a CPU a token is one call of code that torch.compile makes in the first call of a shape. That takes
-                        seconds to tens of seconds, which are logged, and needs a C++ compiler. On a GPU as None.
-            "compiled"  As True, and torch.compile makes what is captured on a GPU.
-            "eager"     One operation after another, with nothing to make and to keep.
-            False       Never. The choice of each token is fused.
-            =========== =================================================================================================
-
-            Sequences in float32 are those of the stock path. In 16 bits a whole step's forward pass rounds otherwise, as with
-            another batch size or another implementation of attention, so that some texts differ. With sampling, returned scores,
-            stop strings, or processors other than one :class:`TrieLogitsProcessor`, the forward pass alone is compiled and
-            captured. A call that is given a cache goes on from it. What it leaves there, or in its result, is what stock leaves.
+        compile: compile a step with torch.compile in the first call of a shape. That takes seconds to tens of seconds, which are
+            logged, and needs a C++ compiler.
 
     Raises:
         TypeError: an argument of the wrong kind.
     """
-    set_enabled(_fusible(model), Request(Options.checked(sampling, 0, whole_step)))
+    request = Request(Options.checked(compile, 0, gone))
+    with _lock:
+        for module in _generators(model):
+            _use(module).enabled = request
 
 
 def disable(model: nn.Module) -> None:
@@ -99,17 +217,21 @@ def disable(model: nn.Module) -> None:
     Raises:
         TypeError: not a model that can generate.
     """
-    found = _generators(model)
-    set_enabled(found, None)
-    for module in found:
-        drop(module)
+    with _lock:
+        for module in _generators(model):
+            found = _uses.get(module)
+            if found is not None:
+                found.enabled = None
+                if not found.is_needed:
+                    _remove(module)
+            drop(module)
 
 
 @contextmanager
 def fused_decoding(
-    model: nn.Module, *, sampling: bool = False, topk_per_step: int = 0, whole_step: bool | str | None = None
+    model: nn.Module, *, compile: bool = False, topk_per_step: int = 0, **gone: Any
 ) -> Iterator[FusedDecoding]:
-    """Makes the model's generate() calls in a with block take the fused path.
+    """Makes the model's generate() calls in a with block run in whole steps: see :func:`enable`.
 
     >>> with fused_decoding(model):  # doctest: +SKIP
     ...     model.generate(**inputs, num_beams=4)
@@ -119,10 +241,8 @@ def fused_decoding(
     and is not recorded.
 
     Args:
-        model: see :func:`enable`.
-        sampling: see :func:`enable`.
+        model, compile: see :func:`enable`.
         topk_per_step: record for each step the k most probable tokens; 0 for no record.
-        whole_step: see :func:`enable`.
 
     Yields:
         FusedDecoding, whose `topk` has the record of the last call, also after the block.
@@ -130,111 +250,128 @@ def fused_decoding(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, or a negative topk_per_step.
     """
-    block = Request(Options.checked(sampling, topk_per_step, whole_step))
-    with entered(_fusible(model), block):
+    block = Request(Options.checked(compile, topk_per_step, gone))
+    with _entered_block(_generators(model), block):
         yield block.given
 
 
-def generate(
-    model: nn.Module,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: Any,
-    generation_config: GenerationConfig,
-    sampling: bool = False,
-    topk_per_step: int = 0,
-    whole_step: bool | str | None = None,
-    **model_kwargs: Any,
+@contextmanager
+def _entered_block(modules: Sequence[Any], block: Request) -> Iterator[None]:
+    with _lock:
+        for module in modules:
+            _use(module).blocks.append(block)
+    _entered.set((*_entered.get(), block))
+    try:
+        yield
+    finally:
+        # ContextVar.reset() does not serve here: the block may be left in another task, or before a block entered later.
+        _entered.set(tuple(each for each in _entered.get() if each is not block))
+        with _lock:
+            for module in modules:
+                found = _uses[module]
+                found.blocks.remove(block)
+                if not found.is_needed:
+                    _remove(module)
+
+
+def _asked_for(model: Any) -> Request | None:
+    """The request that a new call follows; None for a stock call."""
+    with _lock:
+        uses = _uses.get(model)
+        if uses is None:
+            return None
+        for block in reversed(_entered.get()):
+            if block in uses.blocks:
+                return block
+        if uses.enabled is not None or not uses.blocks:
+            return uses.enabled
+        # This thread has entered no block; perhaps the thread that started it has. It takes the options of the newest
+        # block, but its calls are not recorded there: the block may belong to another thread.
+        return Request(uses.blocks[-1].options)
+
+
+def _run(model: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A generate() call."""
+    request = None if is_traced() else _asked_for(model)
+    # The class of the model may have a generate() of its own, which calls this one for each piece of its input.
+    if request is None or isinstance(kwargs.get("custom_generate"), Loop):
+        return stock(*args, **kwargs)
+    outer, call = _running.get(), _Call(model)
+    if outer is not None and outer.model is not model and any(each is model for each in outer.model.modules()):
+        outer.has_parts = True
+    token = _running.set(call)
+    try:
+        return _served_or_stock(model, stock, args, kwargs, request, call)
+    finally:
+        _running.reset(token)
+
+
+def _served_or_stock(
+    model: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, call: _Call
 ) -> Any:
-    """For `model.generate(..., custom_generate=fused_topk.generation.generate)`: this one call takes the fused path.
-
-    Not to be called directly. Own arguments of generate(): `sampling`, `topk_per_step` and `whole_step`, as in
-    :func:`fused_decoding`. With topk_per_step and return_dict_in_generate=True the result has `topk`, the list that
-    :class:`FusedDecoding` has.
-
-    `streamer` and `synced_gpus` are honoured, though transformers does not hand them to custom_generate. It refuses
-    `stop_strings` with custom_generate, which :func:`fused_decoding` serves, and ignores custom_generate with
-    cache_implementation="paged".
-
-    Raises:
-        ValueError: a mode that is not served: assisted, contrastive, constrained, group beams; do_sample without
-            sampling=True; a streamer with beams.
-        RuntimeError: this version of transformers has no loop of the known name.
-    """
-    given = _arguments_of_caller()
-    mode = mode_of(generation_config)
-    if given.get("assistant_model") is not None:
-        mode = GenerationMode.ASSISTED_GENERATION
-    if mode not in SEARCH + SAMPLING:
-        raise ValueError(
-            f"`custom_generate` of fused_topk serves greedy search, beam search, sampling and beam sampling, got "
-            f"{mode.value}; leave custom_generate out, or use fused_decoding(model), which leaves that mode as it is"
+    options, request.given.topk = request.options, []
+    asked = _asked_of(model, args, kwargs)
+    try:
+        decline_for(of_arguments(model, stock, args, kwargs, asked))
+        if (
+            asked.num_beams == 1
+            and not options.topk_per_step
+            and not options.compile
+            and reads_few_logits(model, asked)
+        ):
+            raise Declined(OF_FEW_LOGITS)
+        topk = TopKRecord(options.topk_per_step, request.given.topk) if options.topk_per_step else None
+        checked = Checked.of(model)
+        given = with_stop_strings(model, args, kwargs)
+        given["custom_generate"] = Loop(
+            checked, options.compile, kwargs.get("streamer"), cache_of(kwargs) is not None, topk
         )
-    if mode in SAMPLING and not sampling:
-        raise ValueError(
-            "`do_sample` must be False unless sampling=True is given, got do_sample=True; fused sampling has the same "
-            "distribution but draws other tokens for a seed: pass sampling=True to generate() to accept that"
-        )
-    options = Options.checked(sampling, topk_per_step, whole_step)
-    is_synced = _is_synced(model, given.get("synced_gpus"))
-
-    def run(call: Call, loop: Loop | None, streamer: Any) -> Any:
-        processors = call.begin(generation_config, logits_processor)
-        if loop is not None:
-            if is_synced or given.get("synced_gpus") is not None:
-                raise Declined("synced_gpus")
-            return loop(model, input_ids, processors, stopping_criteria, generation_config, **model_kwargs)
-        if mode not in BEAMS:
-            model_kwargs["streamer"] = streamer
-        elif streamer is not None:
-            raise ValueError("`streamer` must be None with beams, got one; set num_beams=1 to stream")
-        return _stock_loop(model, mode)(
-            model,
-            input_ids,
-            logits_processor=processors,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=is_synced,
-            **model_kwargs,
-        )
-
-    with held(model):
-        has_cache = cache_of(given.get("kwargs") or {}) is not None
-        result, topk = run_call(
-            model, options, run, given.get("streamer"), Asked.by(generation_config, len(input_ids)), has_cache
-        )
-    if topk_per_step and generation_config.return_dict_in_generate:
-        result["topk"] = topk
+    except Declined as declined:
+        refuse(model)
+        reason = str(declined)
+    else:
+        if "encoder_outputs" in given:
+            # generate() writes to it, and may run again.
+            given["encoder_outputs"] = copy.copy(given["encoder_outputs"])
+        try:
+            return stock(*args, **given)
+        except Declined as declined:
+            # A mode that is not known to be one of the four, before anything has been drawn or called.
+            reason = str(declined)
+    result = stock(*args, **kwargs)
+    # A model whose generate() calls the generate() of a part writes no text by itself.
+    if not call.has_parts:
+        count_reason(reason)
+        count_stock(_num_new(model, asked, result))
     return result
 
 
-def _stock_loop(model: nn.Module, mode: GenerationMode) -> Any:
-    name = "_beam_search" if mode in BEAMS else "_sample"
-    loop = getattr(type(model), name, None)
-    if loop is None:
-        raise RuntimeError(
-            f"this version of transformers has no {name}; use fused_decoding(model), which does not need it"
-        )
-    return loop
+def _asked_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
+    """What the call asks for, as far as can be seen before generate() merges its arguments into one configuration."""
+    # generate(inputs, generation_config)
+    of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+
+    def given(name: str, kind: type, default: Any) -> Any:
+        of_configs = (getattr(each, name, None) for each in (of_call, model.generation_config))
+        return next((each for each in (kwargs.get(name), *of_configs) if isinstance(each, kind)), default)
+
+    names = ("inputs", model.main_input_name, "input_ids", "inputs_embeds")
+    found = next((each for each in (*args[:1], *map(kwargs.get, names)) if isinstance(each, Tensor)), None)
+    has_shape = found is not None and found.dim() > 1
+    is_text = has_shape and not model.config.is_encoder_decoder and found.dtype in (torch.int64, torch.int32)  # type: ignore[union-attr]
+    return Asked(
+        given("do_sample", bool, False),
+        given("num_beams", int, 1),
+        len(found) if has_shape else None,  # type: ignore[arg-type]
+        found.shape[1] if is_text else None,  # type: ignore[union-attr]
+    )
 
 
-def _arguments_of_caller() -> dict[str, Any]:
-    """Arguments of generate() that it does not hand to custom_generate. Without this they would be lost silently."""
-    caller = sys._getframe(2)
-    if caller.f_code.co_name != "generate":
-        return {}
-    given = variables(caller)
-    return {name: given.get(name) for name in ("streamer", "synced_gpus", "assistant_model", "kwargs")}
-
-
-def _is_synced(model: nn.Module, given: bool | None) -> bool:
-    """Whether all processes must go on until the last has finished, as generate() decides it."""
-    if given is not None:
-        return given
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-    from transformers.integrations.fsdp import is_fsdp_managed_module
-
-    is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)  # type: ignore[no-untyped-call]
-    return bool(is_sharded) and torch.distributed.get_world_size() > 1
+def _num_new(model: Any, asked: Asked, result: Any) -> int:
+    """How many tokens stock generate() has written; 0 where its result does not say."""
+    texts = getattr(result, "sequences", result)
+    if not isinstance(texts, Tensor) or texts.dim() != 2:
+        return 0
+    if asked.length is not None:
+        return max(0, texts.shape[1] - asked.length)
+    return texts.shape[1] - 1 if model.config.is_encoder_decoder else texts.shape[1]

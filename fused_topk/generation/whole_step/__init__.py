@@ -11,7 +11,7 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
 
     entry                decides whether a call is served, and holds the loop
     parallel             tensor-parallel models: all processes run a call in whole steps, or none
-    reasons, criteria    which calls are served: all others run in transformers' loop, and stats() counts why
+    reasons, criteria    which calls are served: all others run stock's generate(), and stats() counts why
     trial                whether a model is served: it is tried once, on a few tokens
     traces               whether a forward pass leaves a trace; a trial leaves none
     twin                 a copy of the model's modules with the same weights, so that the model itself is not touched
@@ -22,7 +22,7 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
     row_form             the second form of the forward pass, with a row for each beam
     facts                what can be read from a model and its configuration
     head                 the choice from hidden states on a CPU, for which no logits are computed
-    choosing             the choice from logits to which the call's processors are applied
+    plan, choosing       the call's processors, and the choice from logits
     given_cache          a cache of transformers that a call goes on with, or leaves for the next call
     room                 for how many new tokens there is room, which grows
     shape, kept, store, compiled, graphs    steps for later calls of the same shape: compiled, captured as CUDA graphs, or both
@@ -38,8 +38,8 @@ from .choosing import TopKRecord
 from .criteria import with_stop_strings
 from .entry import Checked, Loop, drop, release
 from .given_cache import cache_of
+from .parallel import refuse
 from .reasons import OF_FEW_LOGITS, Asked, Declined, decline_for, of_arguments, reads_few_logits
-from .streaming import Once
 
 __all__ = [
     "OF_FEW_LOGITS",
@@ -47,13 +47,13 @@ __all__ = [
     "Checked",
     "Declined",
     "Loop",
-    "Once",
     "TopKRecord",
     "cache_of",
     "decline_for",
     "drop",
     "of_arguments",
     "reads_few_logits",
+    "refuse",
     "release",
     "with_stop_strings",
 ]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import weakref
 from typing import Any, Generic, TypeVar
 
-from ..calls import KEPT
+# The name of the attribute.
+KEPT = "_fused_topk_whole_step"
 
 Kept = TypeVar("Kept")
 

@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ... import backends, functional
-from ...backends import reference
+from ... import functional
 from ...problem import TopK
-from ..choice import selection, tokens, warping
-from ..choice.edit import Edit, NotSparse
-from ..choice.rows import Rows
-from ..edits.plan import Plan
 from ..tensor_parallel.group import of_first
 from . import beams, draws, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
 from .head import Head
+from .plan import Plan
 from .reasons import SORTS_DRAWN_BEAMS, Declined
 from .results import KeptOutputs
 
@@ -89,12 +85,11 @@ class Choices(NamedTuple):
         )
         if self.topk is not None:
             self.topk.steps.append(functional.log_softmax_topk(logits, min(self.topk.k, logits.shape[-1])))
-        never_declines = bool(self.config.do_sample) or self.plan.is_called_once
-        scan = _Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=never_declines)
+        scores = _Scores(self.plan, logits, text, are_log_probs=not is_greedy)
         if kept is not None:
-            kept.add(logits, scan.dense)
+            kept.add(logits, scores.last)
         if is_greedy:
-            chosen = of_first(self._drawn(scan) if self.config.do_sample else self._greatest(scan), self.group)
+            chosen = of_first(self._drawn(scores) if self.config.do_sample else self._greatest(scores), self.group)
             if self.criteria.read_text:
                 # Texts that have ended go on with padding.
                 shown = torch.where(state.has_ended & constants.is_padded, constants.padding, chosen)
@@ -102,12 +97,10 @@ class Choices(NamedTuple):
                     torch.cat([text, shown[:, None]], 1), None if kept is None else kept.scores
                 )
             return texts.choose_tokens(state, constants, chosen, now, are_last)
-        scores, indices = (of_first(each, self.group) for each in self._continuations(scan, state))
-        if not never_declines:
-            _refuse_nan(scores)
+        totals, indices = (of_first(each, self.group) for each in self._continuations(scores, state))
         if self.criteria.read_text:
             are_last = are_last | self._ends(text, indices, logits.shape[-1], kept)
-        return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
+        return beams.choose(state, constants, totals, indices, logits.shape[-1], now, are_last)
 
     def by_head(self, head: Head, state: Any, constants: Any, hidden: Tensor, step: int, place: Place) -> Any:
         """The same from hidden states [rows, H], in a call in which nothing else reads logits."""
@@ -129,89 +122,114 @@ class Choices(NamedTuple):
         scores = None if kept is None else kept.scores
         return self.criteria.end(continued.flatten(0, 1), scores).view_as(indices)
 
-    def _greatest(self, scan: _Scan) -> Tensor:
-        found = None
-        if not scan.is_dense:
-            try:
-                found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)
-            except NotSparse:
-                if not self.plan.is_called_once:
-                    raise
-        return scan.dense().argmax(-1) if found is None else found
+    def _greatest(self, scores: _Scores) -> Tensor:
+        given = scores.logits if scores.is_plain else scores.last()
+        return functional.topk(given, 1, mask=scores.mask()).indices.squeeze(1)
 
-    def _drawn(self, scan: _Scan) -> Tensor:
-        parameters = warping.parameters(self.plan.filters)
-        if scan.is_dense or parameters is None or tokens.must_be_checked(scan.edits):
-            return draws.drawn(scan.dense().softmax(-1), 1).squeeze(1)
-        logits = scan.rows.logits
+    def _drawn(self, scores: _Scores) -> Tensor:
+        logits, parameters = scores.logits if scores.is_plain else scores.called(), self.plan.parameters or {}
         noise = draws.noise(len(logits), logits.shape[1], logits.device)
-        found = selection.sample(scan.rows, scan.edits, parameters, None, noise)
-        assert found is not None  # only columns of a tensor-parallel model may be none
-        if tokens.has_no_distribution(found):
-            # torch.multinomial says so.
-            return torch.multinomial(scan.dense().softmax(-1), 1).squeeze(1)
+        found = functional.sample(logits, **parameters, mask=scores.mask(), noise=noise)
+        if not logits.is_cuda and bool(found.log_probs.isnan().any()):
+            # torch.multinomial says that there is no distribution.
+            return torch.multinomial(scores.last().softmax(-1), 1).squeeze(1)
         return found.tokens.squeeze(1)
 
-    def _continuations(self, scan: _Scan, state: Beams) -> tuple[Tensor, Tensor]:
-        number, beam_scores = self.rules.kept, state.running.scores
-        if self.config.do_sample or scan.is_dense:
-            return self._dense_continuations(scan, beam_scores)
-        found = tokens.continuations(scan.rows, scan.edits, self.plan.filters, beam_scores, number)
-        return self._dense_continuations(scan, beam_scores) if found is None else found
+    def _continuations(self, scores: _Scores, state: Beams) -> tuple[Tensor, Tensor]:
+        number, beam_scores, rows = self.rules.kept, state.running.scores, scores.logits
+        if self.config.do_sample:
+            return _drawn_continuations(scores.last(), beam_scores, number)
+        if scores.is_plain:
+            batch, count = beam_scores.shape
+            mask = scores.mask()
+            mask = None if mask is None else mask.view(batch, count, -1)
+            best = functional.beam_topk(rows.view(batch, count, -1), beam_scores, number, mask=mask, normalize="all")
+            found = best.values, best.indices
+        else:
+            found = _best_continuations(scores.last(), beam_scores, number)
+        if not _has_nan(found[0]):
+            return found
+        # torch.topk decides their order.
+        if not self.plan.asks_host:
+            raise Declined("NaN among the scores")
+        total = (scores.last().view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
+        values, indices = total.topk(number)
+        return values, indices
 
-    def _dense_continuations(self, scan: _Scan, beam_scores: Tensor) -> tuple[Tensor, Tensor]:
-        number = self.rules.kept
-        total = (scan.dense().view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
-        if not self.config.do_sample:
-            found = functional.topk(total, number)
-            return found.values, found.indices
-        indices = draws.drawn(total.softmax(-1), number)
-        scores = total.gather(1, indices)
-        if not SORTS_DRAWN_BEAMS:
-            return scores, indices
-        scores, order = scores.sort(dim=-1, descending=True, stable=True)
-        return scores, indices.gather(1, order)
+
+def _best_continuations(scores: Tensor, beam_scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The best continuations float32 [batch, count] of each sequence, and int64 [batch, count], beam * V + token.
+
+    Args:
+        scores: float32 [batch * beams, V].
+        beam_scores: float32 [batch, beams].
+    """
+    (batch, num_beams), vocab_size = beam_scores.shape, scores.shape[1]
+    # The best of a sequence are among the best of its beams.
+    best = functional.topk(scores, min(count, vocab_size))
+    total = (best.values.view(batch, num_beams, -1) + beam_scores.unsqueeze(-1)).flatten(1)
+    beam = torch.arange(num_beams, device=scores.device).unsqueeze(-1)
+    indices = (best.indices.view(batch, num_beams, -1) + beam * vocab_size).flatten(1)
+    # They lie in the order of beams, and those of a beam in the order of its scores. So of equal totals the smaller beam is first.
+    total, order = total.sort(dim=1, descending=True, stable=True)
+    return total[:, :count], indices.gather(1, order[:, :count])
 
 
-class _Scan:
-    """One step's logits, and what its processors do to them.
+def _drawn_continuations(scores: Tensor, beam_scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The same, drawn without replacement."""
+    total = (scores.view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
+    indices = draws.drawn(total, count)
+    drawn = total.gather(1, indices)
+    if not SORTS_DRAWN_BEAMS:
+        return drawn, indices
+    drawn, order = drawn.sort(dim=-1, descending=True, stable=True)
+    return drawn, indices.gather(1, order)
 
-    is_dense: whether the processors change too many tokens for a list of edits.
+
+class _Scores:
+    """One step's logits, and the scores that processors make of them. Each processor is called once.
+
+    logits: [R, V], float32 or of 16 bits.
+    is_plain: whether a choice reads the logits themselves, because no processor is called.
     """
 
-    def __init__(self, plan: Plan, logits: Tensor, text: Tensor, are_log_probs: bool, never_declines: bool) -> None:
-        backend = backends.pick(logits.device, logits.dtype, 1, None)
-        self.rows = Rows(logits, backend)
-        # Without kernels, as for float64, and with processors that are not known.
-        self.is_dense = backend is reference or not plan.is_known
-        self.edits: list[Edit] = []
-        self._plan = plan
-        self._text = text
-        self._are_log_probs = are_log_probs
-        self._dense: Tensor | None = None
-        # See `Step.answered`.
-        self._answered: dict[int, Any] = {}
-        if self.is_dense:
-            return
-        try:
-            self.edits = plan.edits(text, self.rows, are_log_probs, self._answered)
-        except NotSparse:
-            # A call that samples must not begin anew: that would prefer draws after which no step declines.
-            if not never_declines:
-                raise
-            self.is_dense = True
+    def __init__(self, plan: Plan, logits: Tensor, text: Tensor, are_log_probs: bool) -> None:
+        # Stock generate() chooses from float32.
+        self.logits = logits.float() if logits.dtype is torch.float64 else logits
+        self.is_plain = not plan.called
+        self._plan, self._text, self._are_log_probs = plan, text, are_log_probs
+        self._called: Tensor | None = None
+        self._last: Tensor | None = None
 
-    def dense(self) -> Tensor:
-        """float32 [R, V]: the scores as the stock processors give them."""
-        if self._dense is None:
-            scores = self.rows.logits.to(torch.float32, copy=True)
-            scores = scores.log_softmax(-1) if self._are_log_probs else scores
-            self._dense = self._plan.run_stock(self._text, scores, self._answered)
-        return self._dense
+    def mask(self) -> Tensor | None:
+        """int32 [R, W]: the tokens that the plan's constraint allows; None for all."""
+        constraint = self._plan.constraint
+        if constraint is None:
+            return None
+        return constraint.allowed_mask(self._text, self.logits.device, self.logits.shape[1])
+
+    def called(self) -> Tensor:
+        """float32 [R, V]: the scores after the processors that are called."""
+        if self._called is None:
+            # A copy: a processor may write to it.
+            of_beams = self._are_log_probs
+            scores = self.logits.float().log_softmax(-1) if of_beams else self.logits.to(torch.float32, copy=True)
+            self._called = self._plan.run(self._text, scores)
+        return self._called
+
+    def last(self) -> Tensor:
+        """float32 [R, V]: the scores after all processors, as stock generate() has them."""
+        if self._last is None:
+            self._last = self._plan.run_rest(self._text, self.called())
+        return self._last
+
+
+def _has_nan(scores: Tensor) -> bool:
+    """Whether the continuations of a sequence have no order: their scores are NaN. On a GPU a look would wait for the device."""
+    return not scores.is_cuda and bool(scores[:, 0].isnan().any())
 
 
 def _refuse_nan(scores: Tensor) -> None:
-    """Raises Declined where the continuations of a sequence have no order: their scores are NaN."""
-    if not scores.is_cuda and bool(scores[:, 0].isnan().any()):
-        # All scores of such a row are NaN, and torch.topk decides their order. On a GPU a look would wait for the device.
+    """Raises Declined where :func:`_has_nan`, in a call whose logits are not known."""
+    if _has_nan(scores):
         raise Declined("NaN among the scores")

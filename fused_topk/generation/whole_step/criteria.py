@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from ..edits.adapter import is_as_published
+from .facts import is_as_published
 from .reasons import Declined
 
 _KNOWN = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria, StopStringCriteria)

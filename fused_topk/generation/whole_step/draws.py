@@ -14,7 +14,12 @@ import functools
 import torch
 from torch import Tensor
 
-from ..choice import tokens
+from ... import functional
+
+# The most categories that torch.multinomial takes.
+_CATEGORIES = 1 << 24
+# Beyond that, this many places at a time take part in a race.
+_RACERS = 1 << 22
 
 
 def noise(rows: int, columns: int, device: torch.device) -> Tensor:
@@ -25,37 +30,55 @@ def noise(rows: int, columns: int, device: torch.device) -> Tensor:
     return found.exponential_()
 
 
-def _by_uniform(found: Tensor) -> Tensor:
+def _by_uniform(found: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """The same numbers as exponential_(), whose logarithms a CPU computes in parallel: 0.67 ms for 128,256 of them, not 2.8."""
-    uniform = torch.empty(found.shape, dtype=torch.float64, device="cpu").uniform_()
+    uniform = torch.empty(found.shape, dtype=torch.float64, device="cpu").uniform_(generator=generator)
     return found.copy_(uniform.neg_().log1p_().neg_())
 
 
 @functools.cache
 def _is_quick_form_equal() -> bool:
     """Whether the two forms give the same numbers, and leave the generator in the same state. No version of torch promises that."""
-    with torch.random.fork_rng([]):
-        both, states = [], []
-        for draw in (_by_uniform, Tensor.exponential_):
-            torch.manual_seed(1)
-            both.append([draw(torch.empty(n, dtype=torch.float32, device="cpu")) for n in (1, 15, 16, 4099)])
-            states.append(torch.get_rng_state())
-        return all(map(torch.equal, *both)) and torch.equal(*states)
+    ours, stocks = (torch.Generator(device="cpu").manual_seed(1) for _ in range(2))
+    for n in (1, 15, 16, 4099):
+        found, expected = (torch.empty(n, dtype=torch.float32, device="cpu") for _ in range(2))
+        if not torch.equal(_by_uniform(found, ours), expected.exponential_(generator=stocks)):
+            return False
+    return torch.equal(ours.get_state(), stocks.get_state())
 
 
-def drawn(probs: Tensor, count: int) -> Tensor:
-    """int64 [R, count]: places of `probs` [R, n], as torch.multinomial draws them without replacement, for any n.
+def drawn(scores: Tensor, count: int) -> Tensor:
+    """int64 [R, count]: places of `scores` [R, n], as torch.multinomial draws them of their softmax without replacement, for any n.
 
     Raises:
-        RuntimeError: a row is no distribution; on a CPU.
+        RuntimeError: a row has no distribution; on a CPU.
     """
+    probs = scores.softmax(-1)
     rows, columns = probs.shape
-    is_quick = probs.device.type == "cpu" and probs.dtype is torch.float32 and columns <= tokens.CATEGORIES
-    if not is_quick or not bool(probs.isfinite().all() & (probs >= 0).all()):
+    if columns > _CATEGORIES:
+        return _winners(probs, count)
+    is_quick = probs.device.type == "cpu" and probs.dtype is torch.float32
+    # A row without a distribution has NaN everywhere.
+    if not is_quick or bool(probs[:, 0].isnan().any()):
         # It also says what is wrong.
-        return tokens.drawn_from(probs, count)
+        return torch.multinomial(probs, count)
     quotients = probs / noise(rows, columns, probs.device)
-    return quotients.argmax(-1, keepdim=True) if count == 1 else quotients.topk(count).indices
+    found = functional.topk(quotients, count)
+    # Among tokens of probability 0 the order is that of torch.topk.
+    return quotients.topk(count).indices if bool((found.values[:, -1] == 0).any()) else found.indices
+
+
+def _winners(probs: Tensor, count: int) -> Tensor:
+    """The same for more places than torch.multinomial takes, in float64: float32 has too few different numbers for so many places."""
+    if not probs.is_cuda and not bool(probs.isfinite().all()):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    values, places = [], []
+    for start in range(0, probs.shape[-1], _RACERS):
+        part = probs[:, start : start + _RACERS].double()
+        won = (part / torch.empty_like(part).exponential_()).topk(min(count, part.shape[-1]))
+        values.append(won.values)
+        places.append(won.indices + start)
+    return torch.cat(places, 1).gather(1, torch.cat(values, 1).topk(count).indices)
 
 
 class InVain:

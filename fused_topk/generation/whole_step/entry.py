@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..calls import OWN, after_forward
-from ..edits.plan import Plan, reason_against
 from ..lm_head import sharded_head_of
-from ..statistics import count_not_compiled
+from ..statistics import count_reason, count_stock
 from ..tensor_parallel import local_forms
 from . import attention, attribute, given_cache, graphs, parallel, prompts, reasons, traces, trial
 from .beams import Rules
@@ -24,9 +21,10 @@ from .choosing import TopKRecord
 from .criteria import Criteria
 from .decoder import Decoder
 from .facts import has_table, num_positions, vocab_size_of
+from .plan import Plan, reason_against
 from .prompts import Ready
 from .reasons import Declined, decline_for, raise_if_from_a_signal, said_by
-from .row_form import RowDecoder, decoder_of
+from .row_form import decoder_of
 from .search import Search
 from .shape import Way
 from .store import Store
@@ -34,7 +32,7 @@ from .streaming import Once
 from .twin import Snapshot, text_config, twin_of
 
 # Attributes of a model that do not change what it computes, or that this package puts there.
-_SKIPPED = OWN | {"generation_config"}
+_SKIPPED = frozenset({attribute.KEPT, "generation_config", "generate"})
 # No text is longer than this. A greater limit stands for no limit.
 _MOST_PLACES = 2**20
 
@@ -77,9 +75,8 @@ class Checked(NamedTuple):
     ready: Ready | None  # None where a trial comes first
 
     @staticmethod
-    def of(model: Any, is_default: bool) -> Checked:
-        """Args: is_default: whether only steps that are quicker than transformers' loop are wanted.
-
+    def of(model: Any) -> Checked:
+        """
         Raises:
             Declined: no call of the model is served.
         """
@@ -87,24 +84,14 @@ class Checked(NamedTuple):
             ready = _ready.get(model)
             ready = ready if ready is not None and ready.of.is_of(model) else None
         if ready is not None:
-            decline_for(ready.reason or (_of_default(ready) if is_default else None))
-        decline_for(reasons.of_model(model) or (reasons.of_default(model) if is_default else None))
+            decline_for(ready.reason)
+        decline_for(reasons.of_model(model))
         return Checked(model, ready)
-
-
-def _of_default(ready: Ready) -> str | None:
-    """Why a model's steps are not quicker than transformers' loop by default; None where they are."""
-    is_row = ready.twin is not None and decoder_of(ready.twin) is RowDecoder
-    # On a CPU this form copies as much as a reorder does: T5 of 4 layers, 2 x 4 beams took 1.07 times the stock time, Falcon 0.94 times.
-    on_cpu = is_row and next(ready.twin.parameters()).device.type == "cpu"
-    return "a row for each beam on a CPU" if on_cpu else None
 
 
 def _state_of(module: Any) -> dict[str, Any]:
     """The attributes of a module that are not this package's."""
-    state = {name: value for name, value in vars(module).items() if name not in OWN}
-    hooks = OrderedDict((key, hook) for key, hook in state["_forward_hooks"].items() if hook is not after_forward)
-    return {**state, "_forward_hooks": hooks}
+    return {name: value for name, value in vars(module).items() if name != attribute.KEPT}
 
 
 def _made_ready(model: Any) -> Ready:
@@ -185,29 +172,21 @@ def _twin_raises(model: Any, error: Exception) -> str:
 
 
 class Loop:
-    """What generate() runs, through `custom_generate=`.
+    """What generate() runs, through `custom_generate=`: whole steps, or where these do not serve the call transformers' own loop.
 
     Args:
         checked: of the model whose generate() has been called.
-        whole_step: how steps are to run: True, "compiled" or "eager". None: only in a way that is quicker than transformers' loop
-            from the first call on.
+        compile: whether steps are to be compiled.
         streamer: gets the new tokens; None for none.
         is_cache_given: whether the user has given a cache, which is to hold what the call reads.
         topk: gets the best tokens of each step; None where nobody asks for them.
-
-    A call raises Declined if it is to run in transformers' loop.
     """
 
     def __init__(
-        self,
-        checked: Checked,
-        whole_step: bool | str | None,
-        streamer: Once | None = None,
-        is_cache_given: bool = False,
-        topk: TopKRecord | None = None,
+        self, checked: Checked, compile: bool, streamer: Any, is_cache_given: bool, topk: TopKRecord | None
     ) -> None:
         self._checked = checked
-        self._whole_step = whole_step
+        self._compile = compile
         self._streamer = streamer
         self._is_cache_given = is_cache_given
         self._topk = topk
@@ -221,30 +200,60 @@ class Loop:
         generation_config: GenerationConfig,
         **inputs: Any,
     ) -> Any:
+        together = parallel.Together.of(model, functools.partial(drop, model))
+        given = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        try:
+            search = self._made_search(*given, inputs, together)
+            return search.run()
+        except Declined as declined:
+            reason = str(declined)
+        if together is not None:
+            together.refuse()
+        name = reasons.loop_of(generation_config)
+        if name is None:
+            raise Declined(reason)
+        # As generate() itself goes on. So nothing that it has prepared is prepared again, such as an encoder's output.
+        count_reason(reason)
+        extra = {} if self._streamer is None else {"streamer": self._streamer}
+        result = getattr(model, name)(*given[1:], **extra, **inputs)
+        count_stock(getattr(result, "sequences", result).shape[1] - input_ids.shape[1])
+        return result
+
+    def _made_search(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        inputs: dict[str, Any],
+        together: parallel.Together | None,
+    ) -> Search:
+        """The call, ready to run.
+
+        Raises:
+            Declined: it is not served.
+        """
         # The model's generate() may have called that of a part.
         is_part = model is not self._checked.model
-        ready = Checked.of(model, self._whole_step is None).ready if is_part else self._checked.ready
-        decline_for(
-            reasons.of_config(generation_config)
-            or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
-            or (None if self._streamer is None else reasons.of_streaming(generation_config))
-        )
+        ready = Checked.of(model).ready if is_part else self._checked.ready
+        decline_for(reasons.of_config(generation_config) or reasons.of_inputs(inputs, model.config.is_encoder_decoder))
+        decline_for(reason_against(logits_processor))
         criteria = Criteria(stopping_criteria)
-        plan = Plan(list(logits_processor), bool(generation_config.do_sample), generation_config.num_beams > 1)
-        decline_for(reason_against(logits_processor) or criteria.reason)
-        together = parallel.Together.of(model, functools.partial(drop, model))
+        decline_for(criteria.reason)
+        plan = Plan(logits_processor, bool(generation_config.do_sample) and generation_config.num_beams == 1)
         if together is not None:
             decline_for(parallel.reason_against(plan, criteria, inputs))
             if ready is None:
                 together.ask("a trial")
         if ready is None:
             ready = ready_for(model)
-            decline_for(_of_default(ready) if self._whole_step is None else None)
-        way = Way.on(input_ids.device, self._whole_step)
+        way = Way.on(input_ids.device, self._compile)
         if together is not None and way is not None and way.is_compiled:
-            count_not_compiled("a tensor-parallel model")
+            count_reason("compile=True with a tensor-parallel model, whose steps are not compiled")
             way = Way(False, True) if way.is_captured else None
-        search = _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs)
+        streamer = None if self._streamer is None else Once(self._streamer)
+        search = _search(ready, streamer, way, input_ids, plan, criteria, generation_config, inputs)
         search = search._replace(topk=self._topk)
         if self._is_cache_given or generation_config.return_dict_in_generate:
             cache = given_cache.cache_of(inputs)
@@ -259,16 +268,15 @@ class Loop:
                 "the cache of a model with states" if input_ids.is_cuda and state_layers(model.config) else None
             )
             search = search._replace(cache=cache)
-        if way is not None and search.way is None and ready.of_capture is not None:
-            count_not_compiled(ready.of_capture)
-        if self._whole_step is None and way is not None:
+        if way is not None and way.is_captured:
             # On a GPU one operation after another takes longer than transformers' loop.
             decline_for((ready.of_capture or "steps that cannot be kept") if search.way is None else None)
             search = search._replace(only_kept=True)
         if together is not None:
             together.ask(search.told())
+            together.is_over = True
             search = search._replace(group=together.group)
-        return search.run()
+        return search
 
 
 def _search(

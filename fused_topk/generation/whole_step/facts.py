@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,12 @@ def arguments_of(method: Callable[..., Any]) -> frozenset[str]:
     if function not in _arguments:
         _arguments[function] = frozenset(inspect.signature(method).parameters)
     return _arguments[function]
+
+
+def is_as_published(kind: type) -> bool:
+    """Whether the class runs the code of the module that defines it, and nobody has patched its __call__."""
+    code = getattr(kind.__call__, "__code__", None)
+    return code is not None and code.co_filename == getattr(sys.modules.get(kind.__module__), "__file__", None)
 
 
 def cache_argument(model: Any) -> str:

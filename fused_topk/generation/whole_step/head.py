@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from ... import backends, distributed, functional
 from ...backends import cpu as native
 from ...layout import linear_pieces
-from ..choice import masks
 from ..lm_head import HeadInput, run_with_head
+from ..tensor_parallel.columns import Columns
 from ..tensor_parallel.local_forms import GatheredLinear
-from ..tensor_parallel.sharded_logits import Columns
 from .twin import twin_of
 
 # With this many multiplications or more the LM head's own kernel is quicker than a product and a choice. Measured for 1 to 32 rows of
@@ -143,7 +142,7 @@ class HeadOfColumns(NamedTuple):
         return nn.functional.linear(hidden, self.weight, self.bias)
 
     def _own(self, mask: Tensor | None) -> Tensor | None:
-        return None if mask is None else masks.cut(mask, self.columns.start, self.columns.length)
+        return None if mask is None else self.columns.of_mask(mask)
 
 
 class _Through(nn.Module):

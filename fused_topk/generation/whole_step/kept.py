@@ -154,10 +154,11 @@ class KeptStep:
         """Makes one of the new tokens the last one, counted from 0 on."""
         self._last.fill_(token)
 
-    def advance(self, mask: Tensor | None = None) -> None:
+    def advance(self, mask: Tensor | None = None, by_operations: bool = False) -> None:
         """Goes on by one token.
 
         Args:
+            by_operations: whether to run one operation after another, because the step could not be made.
             mask: int32 [batch, beams, W], or [batch, W] without beams: which tokens it may be; None for any.
         """
         if mask is not None:
@@ -180,6 +181,9 @@ class KeptStep:
             self._shown,
             self._is_late,
         )
+        if by_operations:
+            graphs.Bound(_advance, args)()
+            return
         if not self.shape.way.is_captured:
             # To make a compiled step is to run it.
             self._make(kind, _advance, args)
@@ -187,8 +191,10 @@ class KeptStep:
         # Before a capture the step runs for trial. Like a step after the end it must change nothing.
         goes_on = self.goes_on.clone()
         self.goes_on.fill_(False)
-        run = self._make(kind, _advance, args)
-        self.goes_on.copy_(goes_on)
+        try:
+            run = self._make(kind, _advance, args)
+        finally:
+            self.goes_on.copy_(goes_on)
         run()
 
     def read_prompt(self, prompt: Prompt) -> Tensor:

@@ -3,8 +3,8 @@
 
 Each process decides from its own options, memory and clock how a call runs. If they decided differently, some would wait for
 collectives that others never call. So a process that could serve a call asks the others first, with a text of all that its
-collectives depend on (:meth:`search.Search.told`). A process that does not serve the call, for whatever reason, asks the question of
-transformers' loop instead. Then all processes learn that, and run transformers' loop (:class:`ShardedHead`).
+collectives depend on (:meth:`search.Search.told`). A process that does not serve the call, for whatever reason, answers that it
+refuses. Then all processes learn that, and run stock's generate().
 
 After that nothing is decided from what may differ. Tokens are chosen by collectives, whose results are the same bit for bit on all
 processes, or by the first process. The number of steps, the room and the end of texts follow from tokens, and from options that the
@@ -13,39 +13,50 @@ processes have compared.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..edits.plan import Plan
+import torch
+
+from ...distributed.collective import all_gather
 from ..lm_head import sharded_head_of
+from ..tensor_parallel import local_forms
+from ..tensor_parallel.columns import Columns
 from ..tensor_parallel.group import all_say
-from ..tensor_parallel.sharded_head import ShardedHead
 from .criteria import Criteria
 from .given_cache import cache_of, is_used
+from .plan import Plan
 from .reasons import Declined, unknown_inputs
+
+# What a process says that does not serve a call.
+_REFUSED = 0
 
 
 class Together:
     """The processes of a tensor-parallel model, in one call.
 
     Args:
-        head: its LM head.
+        columns: those of this process's LM head.
+        device: of the model.
         forget: drops what is kept of the model.
     """
 
-    def __init__(self, head: ShardedHead, forget: Callable[[], None]) -> None:
-        self._head = head
-        self._forget = forget
+    def __init__(self, columns: Columns, device: torch.device, forget: Callable[[], None]) -> None:
+        self._columns, self._device, self._forget = columns, device, forget
+        # Whether all processes know that the call is not served, or is.
+        self.is_over = False
 
     @staticmethod
     def of(model: Any, forget: Callable[[], None]) -> Together | None:
-        """None for a model that is not tensor-parallel."""
-        head = sharded_head_of(model)
-        return None if head is None else Together(ShardedHead(model, head), forget)
+        """None for a model that is not tensor-parallel, or whose processes cannot ask each other."""
+        head: Any = sharded_head_of(model)
+        part = None if head is None else local_forms.part_of(head)
+        return None if part is None else Together(part.columns, head.weight.device, forget)
 
     @property
     def group(self) -> Any:
-        return self._head.group
+        return self._columns.group
 
     def ask(self, what: str) -> None:
         """Asks the other processes whether they go on in the same way. A collective.
@@ -56,12 +67,31 @@ class Together:
         Raises:
             Declined: on all processes, if one does not.
         """
-        all_ask, are_alike = self._head.propose(what)
-        if all_ask and not are_alike:
-            # The steps that they keep may differ. So all drop them.
-            self._forget()
-        if not all_ask or not are_alike:
+        everyone = self._told(int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little") + 1)
+        if len(everyone) > 1:
+            self.is_over = True
+            if _REFUSED not in everyone:
+                # The steps that they keep may differ. So all drop them.
+                self._forget()
             raise Declined("a call that is not the same on all processes")
+
+    def refuse(self) -> None:
+        """Tells the other processes that this one does not serve the call. A collective, which they call to ask."""
+        if not self.is_over:
+            self.is_over = True
+            self._told(_REFUSED)
+
+    def _told(self, said: int) -> set[int]:
+        """What all processes say. Waits for the device."""
+        everyone: list[list[int]] = all_gather(torch.tensor([[said]], device=self._device), self.group).tolist()
+        return {number for each in everyone for number in each}
+
+
+def refuse(model: Any) -> None:
+    """Tells the other processes of a tensor-parallel model that this one serves a call by stock's generate()."""
+    together = Together.of(model, lambda: None)
+    if together is not None:
+        together.refuse()
 
 
 def agreed(reason: str | None, twin: Any) -> str | None:

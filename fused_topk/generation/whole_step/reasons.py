@@ -14,11 +14,10 @@ import transformers
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..calls import after_forward
 from ..lm_head import sharded_head_of
-from ..request import SAMPLING, SEARCH, mode_of
 from ..tensor_parallel import local_forms
 from .facts import arguments_of, vocab_size_of
 
@@ -60,7 +59,25 @@ def raise_if_from_a_signal(error: BaseException) -> None:
 
 
 # Arguments of generate(), beside its inputs, that change how a call runs.
-_ARGUMENTS = ("custom_generate", "assistant_model", "synced_gpus", "cache_params")
+_ARGUMENTS = ("custom_generate", "assistant_model", "cache_params")
+# Those that make it run in another mode than greedy search, sampling, beam search and beam sampling.
+_OF_OTHER_MODES = (
+    "assistant_model",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "penalty_alpha",
+    "dola_layers",
+    "constraints",
+    "force_words_ids",
+    "num_beam_groups",
+)
+# The four modes.
+_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
 # The inputs that a loop may hand to a decoder alone, and to an encoder-decoder.
 _INPUTS = {
     "attention_mask",
@@ -143,17 +160,28 @@ _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 def of_arguments(
-    model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], asked: Asked
 ) -> str | None:
     """Why these arguments of generate() are not served; None if they are.
 
     Args:
         generate: the model's method, or the function that the user has put in its place.
+        asked: what else is known of the call.
     """
     # After the inputs and the configuration, arguments are known by name only.
     if len(args) > 2:
         return "generate() with three positional arguments or more"
     found = next((name for name in _ARGUMENTS if kwargs.get(name) is not None), None)
+    configs = model.generation_config, kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    for name in _OF_OTHER_MODES:
+        given = (kwargs.get(name), *(getattr(each, name, None) for each in configs))
+        # A number of groups, which is 1 by default.
+        if any(each is not None and each != 1 for each in given):
+            found = found or f"another mode of generate(), {name}"
+    if kwargs.get("streamer") is not None and asked.num_beams > 1:
+        found = found or "a streamer with beams"
+    if kwargs.get("synced_gpus"):
+        found = found or "synced_gpus"
     if found is None and not _takes_a_loop(generate):
         return "a generate() that takes no custom_generate"
     is_known = _is_known(type(model).generate, "generate")
@@ -222,12 +250,6 @@ def _of_caches() -> str | None:
     return None
 
 
-def of_default(model: Any) -> str | None:
-    """Why whole steps are not the default for the model, as far as it is known without a trial; None where they are."""
-    is_on_cpu = sharded_head_of(model) is not None and next(model.parameters()).device.type == "cpu"
-    return "a tensor-parallel model on a CPU" if is_on_cpu else None
-
-
 def prepares_itself(model: Any) -> bool:
     """Whether a model that is served prepares its inputs by methods that are not known."""
     found = {method: getattr(type(model), method, None) for method in _PREPARING}
@@ -274,7 +296,7 @@ def _of_modules(model: nn.Module) -> str | None:
         for hooks in _HOOKS:
             for hook in state[hooks].values():
                 is_stock = str(getattr(hook, "__module__", "")).startswith("transformers.")
-                if not is_stock and hook is not after_forward:
+                if not is_stock:
                     return f"a forward hook of a {type(module).__name__}"
         for weight in state["_parameters"].values():
             if weight is None:
@@ -340,10 +362,18 @@ def _rotary_kinds(parameters: Any) -> set[str]:
     return {str(_own_kind(parameters))} - {"None"} | {kind for kinds in nested for kind in kinds}
 
 
+def loop_of(config: GenerationConfig) -> str | None:
+    """The name of the method by which transformers runs a call with this configuration; None for other modes than the four."""
+    mode: GenerationMode = config.get_generation_mode()
+    if mode not in _MODES:
+        return None
+    return "_beam_search" if mode in _MODES[2:] else "_sample"
+
+
 def of_config(config: GenerationConfig) -> str | None:
     """Why a call with this configuration, as a loop gets it, is not served; None if it is."""
-    mode = mode_of(config)
-    if mode not in SEARCH + SAMPLING:
+    mode: GenerationMode = config.get_generation_mode()
+    if mode not in _MODES:
         return f"generation mode {mode.value}"
     for name in ("cache_implementation", "prefill_chunk_size", "stop_strings"):
         if getattr(config, name, None) is not None:
@@ -360,12 +390,7 @@ class Asked(NamedTuple):
     do_sample: bool
     num_beams: int
     prompts: int | None  # how many; None where that is not known
-
-    @staticmethod
-    def by(config: GenerationConfig, rows: int) -> Asked:
-        """Args: rows: of a loop's texts, one for each beam."""
-        beams = config.num_beams or 1
-        return Asked(bool(config.do_sample), beams, rows // beams)
+    length: int | None = None  # of the prompts of a decoder of text; None where that is not known
 
 
 def reads_few_logits(model: Any, asked: Asked) -> bool:
@@ -381,11 +406,6 @@ def reads_few_logits(model: Any, asked: Asked) -> bool:
         return False
     weight = next(model.parameters(), None)
     return weight is not None and weight.device.type == "cpu"
-
-
-def of_streaming(config: GenerationConfig) -> str | None:
-    """Why a call with a streamer is not served; None if it is."""
-    return "streamer with beams" if config.num_beams > 1 else None
 
 
 def unknown_inputs(inputs: Mapping[str, Any], has_source: bool) -> list[str]:

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..choice.edit import NotSparse
-from ..edits.plan import Plan
-from ..edits.tries import TrieLogitsProcessor
-from ..statistics import count_not_compiled, count_whole
+from ..statistics import count_reason, count_whole
 from . import beams, draws, graphs, room, texts
 from .beams import Beams, Rules
 from .choosing import Choices, Place, TopKRecord
@@ -21,6 +18,7 @@ from .decoder import Decoder, Prompt
 from .given_cache import fill
 from .head import Head
 from .kept import KeptStep, NotKept, unless_over
+from .plan import Plan
 from .reasons import Declined
 from .results import KeptOutputs, of_beams, of_texts
 from .row_form import decoder_of
@@ -86,6 +84,7 @@ class Search(NamedTuple):
             self.head is None,
             self.cache is None,
             self.only_kept,
+            # With a record a choice needs logits.
             self.topk is None,
             sorted(config.items()),
         ]
@@ -108,20 +107,18 @@ class Search(NamedTuple):
 
     def _run_by_some_way(self) -> Any:
         number = 0 if self.streamer is None else self.streamer.num_put
-        try:
-            for way in [] if self.way is None else self.way.and_simpler():
-                try:
-                    return self._run_kept(way)
-                except NotKept as error:
-                    if self.streamer is not None:
-                        self.streamer.rewind(number)
-                    if self.only_kept:
-                        raise Declined(str(error)) from error
-                    count_not_compiled(str(error))
-            head = self._head_alone()
-            return self._run(self._decoder(head), None, self.rules.room, head)
-        except NotSparse as error:
-            raise Declined(str(error)) from error
+        ways = [] if self.way is None else self.way.and_simpler()
+        for way in ways:
+            try:
+                return self._run_kept(way)
+            except NotKept as error:
+                if self.streamer is not None:
+                    self.streamer.rewind(number)
+                if self.only_kept and way is ways[-1]:
+                    raise Declined(str(error)) from error
+                count_reason(str(error))
+        head = self._head_alone()
+        return self._run(self._decoder(head), None, self.rules.room, head)
 
     def _hand_on(self, state: Any, token: int) -> None:
         """Hands a new token of each text, counted from 0 on, to the user's streamer.
@@ -150,7 +147,10 @@ class Search(NamedTuple):
     def _run_kept(self, way: Way) -> Any:
         with self.store.step(self.twin, self.head, Shape.of(self.prompt, self.rules, way), self.group) as step:
             kept = KeptOutputs.asked_for(self.config)
-            constraint = self._constraint()
+            # A step with a mask, which follows the texts from the first new token on.
+            constraint = self.plan.constraint
+            if constraint is not None and constraint.begin_index > self.prompt.ids.shape[1]:
+                constraint = None
             has_others = len(self.plan.processors) > (constraint is not None)
             takes_more = has_others or self.config.do_sample or self.criteria.read_text
             # A step without the LM head chooses on each process by itself.
@@ -160,13 +160,7 @@ class Search(NamedTuple):
                 return self._run(step, way, most_room(self.rules))
             return self._run_at_once(step, way, constraint)
 
-    def _constraint(self) -> TrieLogitsProcessor | None:
-        """The processor whose mask a step can use; None where there is none."""
-        first = next(iter(self.plan.processors), None)
-        is_one = type(first) is TrieLogitsProcessor and first.begin_index <= self.prompt.ids.shape[1]
-        return first if is_one else None
-
-    def _run_at_once(self, step: KeptStep, way: Way, constraint: TrieLogitsProcessor | None) -> Any:
+    def _run_at_once(self, step: KeptStep, way: Way, constraint: Any) -> Any:
         ids, rules = self.prompt.ids, self.rules
         length, most = ids.shape[1], most_room(rules)
         last = min(rules.room, self.criteria.max_length - length) - 1
@@ -188,7 +182,15 @@ class Search(NamedTuple):
                 size = step.open(room.after(size, most, None))
             if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
                 step.end_with(token)
-            step.advance(None if walk is None else walk.mask_after(step.state, token - 1))
+            mask = None if walk is None else walk.mask_after(step.state, token - 1)
+            try:
+                step.advance(mask)
+            except NotKept as error:
+                if token == 1:
+                    raise
+                # The user may have seen tokens, so the call goes on, one operation after another.
+                self._note(error, way)
+                step.advance(mask, by_operations=True)
             self._hand_on(step.state, token - 1)
             is_going = flag.goes_on(step.goes_on, self._streamed(step.state, token))
             token += 1
@@ -274,7 +276,7 @@ class Search(NamedTuple):
 
     def _note(self, error: NotKept, way: Way | None) -> None:
         assert way is not None
-        count_not_compiled(str(error))
+        count_reason(str(error))
         self.store.note(Shape.of(self.prompt, self.rules, way), str(error))
 
     def _head_alone(self) -> Head | None:

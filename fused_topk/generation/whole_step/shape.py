@@ -23,17 +23,14 @@ class Way(NamedTuple):
     is_captured: bool
 
     @staticmethod
-    def on(device: torch.device, whole_step: bool | str | None) -> Way | None:
-        """The way for an option `whole_step`; None where no step is kept.
+    def on(device: torch.device, compile: bool) -> Way | None:
+        """The way of steps on a device; None where no step is kept.
 
         Args:
-            whole_step: None captures steps on a GPU. True also compiles them on other devices. "compiled" also compiles them on a
-                GPU. "eager" does neither.
+            compile: whether they are to be compiled.
         """
         is_captured = graphs.is_cuda(device)
-        if whole_step == "eager" or (whole_step is None and not is_captured):
-            return None
-        return Way(whole_step == "compiled" or not is_captured, is_captured)
+        return Way(compile, is_captured) if compile or is_captured else None
 
     def and_simpler(self) -> list[Way]:
         """This way, and the ways to try if it fails: some models can be captured, but not compiled."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..edits.tries import TrieLogitsProcessor
+from ..trie.processor import TrieLogitsProcessor
 from .texts import Texts
 
 

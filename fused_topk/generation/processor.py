@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warpers as filters of each row's best tokens, and one processor that stands for four of them."""
+"""Temperature, top-k, top-p and min-p as one logits processor, on a list of the best tokens of each row.
+
+What the four keep are the best tokens of a row, and no more than top-k and its ties. So they run on a list of the best. The list was
+long enough if they remove its last token.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
@@ -13,31 +16,11 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as stock
 
-from ... import functional
-from ..choice.warping import NORMALIZE, Filter, apply, list_length
+from .. import functional
+from ..layout.topk_choice import MAX_K
 
-
-def filters_of(processor: Any) -> list[Filter] | None:
-    """What a warper does. None for anything but the exact classes, with the known attributes and the filter value -inf."""
-    make, known = WARPERS.get(type(processor), (None, frozenset()))
-    if make is None or not vars(processor).keys() <= known:
-        return None
-    if getattr(processor, "filter_value", -math.inf) != -math.inf:
-        return None
-    filters = make(processor)
-    return filters if all(map(_is_within_range, filters)) else None
-
-
-def _is_within_range(each: Filter) -> bool:
-    """Whether a constructor would accept the numbers. A user may have set the attributes later."""
-    kind, number, at_least = each
-    if (
-        not isinstance(at_least, int)
-        or at_least < 1
-        or not isinstance(number, int if kind == "top_k" else (int, float))
-    ):
-        return False
-    return {"temperature": 0 < number < math.inf, "top_k": number >= 1}.get(kind, 0 <= number <= 1)
+# Room for tokens that tie with the k-th: with bfloat16 logits of 152k tokens, k = 1024 has 15 to 22 of them.
+_ROOM_FOR_TIES = 64
 
 
 class FusedTopKLogitsProcessor(LogitsProcessor):
@@ -114,18 +97,6 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
         self.filter_value = float(filter_value)
         self.min_tokens_to_keep = int(min_tokens_to_keep)
 
-    @property
-    def filters(self) -> list[Filter]:
-        """The chain of warpers that this one stands for, those without effect left out."""
-        at_least = self.min_tokens_to_keep
-        chain = [] if self.temperature == 1 else [Filter("temperature", self.temperature)]
-        chain.append(Filter("top_k", self.top_k))
-        if self.top_p < 1:
-            chain.append(Filter("top_p", self.top_p, at_least))
-        if self.min_p > 0:
-            chain.append(Filter("min_p", self.min_p, at_least))
-        return chain
-
     def __call__(self, input_ids: torch.LongTensor | None, scores: Tensor) -> Tensor:
         """
         Args:
@@ -140,59 +111,50 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
         rows = scores.reshape(-1, scores.shape[-1])
         if scores.dtype in (torch.float32, torch.float16, torch.bfloat16):
             return self._kept(rows).view(scores.shape)
-        for each in self.filters:
-            rows = _warper(each)(input_ids, rows)
+        for warper in self._warpers():
+            rows = warper(input_ids, rows)
         return rows.masked_fill(rows.isneginf(), self.filter_value).view(scores.shape)
+
+    def _warpers(self) -> list[Any]:
+        """The four that this one stands for, as far as they have an effect."""
+        found: list[Any] = [stock.TemperatureLogitsWarper(self.temperature), stock.TopKLogitsWarper(self.top_k)]
+        if self.top_p < 1:
+            found.append(stock.TopPLogitsWarper(self.top_p, min_tokens_to_keep=self.min_tokens_to_keep))
+        if self.min_p > 0:
+            found.append(stock.MinPLogitsWarper(self.min_p, min_tokens_to_keep=self.min_tokens_to_keep))
+        return found
 
     def _kept(self, scores: Tensor) -> Tensor:
         vocab_size = scores.shape[-1]
-        length = list_length(self.filters, vocab_size)
-        assert length is not None  # there is a top_k
+        length = self.top_k + max(_ROOM_FOR_TIES, self.top_k // 4)
+        # A length beyond the kernels' limit is cut to that limit, if k itself is within it.
+        length = min(vocab_size, length if length <= MAX_K else max(self.top_k, MAX_K))
         found = functional.topk(scores, length)
-        kept, was_enough = apply(self.filters, found.values.float(), vocab_size, _no_total, scores.dtype)
-        if was_enough is not None and not bool(was_enough.all()):
+        kept = self._of_best(found.values)
+        if length < vocab_size and not bool(kept[:, -1].isneginf().all()):
             # More ties than there was room for: the whole row as the list.
             found = functional.topk(scores, vocab_size)
-            kept, _ = apply(self.filters, found.values.float(), vocab_size, _no_total, scores.dtype)
+            kept = self._of_best(found.values)
         kept = kept.masked_fill(kept.isneginf(), self.filter_value).to(scores.dtype)
         return torch.full_like(scores, self.filter_value).scatter_(-1, found.indices, kept)
 
-
-def _warper(each: Filter) -> Any:
-    """The stock warper that does the same."""
-    kind, number, at_least = each
-    if kind == "temperature":
-        return stock.TemperatureLogitsWarper(number)
-    if kind == "top_k":
-        return stock.TopKLogitsWarper(int(number))
-    return (stock.TopPLogitsWarper if kind == "top_p" else stock.MinPLogitsWarper)(number, min_tokens_to_keep=at_least)
-
-
-def _no_total(temperature: float) -> Tensor:
-    raise AssertionError("top_k comes before top_p")
-
-
-# By class: what makes its filters, and the attributes that it has in any version.
-WARPERS: dict[type, tuple[Callable[[Any], list[Filter]], frozenset[str]]] = {
-    stock.TemperatureLogitsWarper: (
-        lambda p: [Filter("temperature", p.temperature)],
-        frozenset({"temperature"}),
-    ),
-    stock.TopKLogitsWarper: (
-        lambda p: [Filter("top_k", p.top_k)],
-        frozenset({"top_k", "filter_value", "min_tokens_to_keep"}),
-    ),
-    stock.TopPLogitsWarper: (
-        lambda p: [Filter("top_p", p.top_p, p.min_tokens_to_keep)],
-        frozenset({"top_p", "filter_value", "min_tokens_to_keep"}),
-    ),
-    stock.MinPLogitsWarper: (
-        lambda p: [Filter("min_p", p.min_p, p.min_tokens_to_keep)],
-        frozenset({"min_p", "filter_value", "min_tokens_to_keep"}),
-    ),
-    stock.LogitNormalization: (lambda p: [NORMALIZE], frozenset()),
-    FusedTopKLogitsProcessor: (
-        lambda p: p.filters,
-        frozenset({"top_k", "temperature", "top_p", "min_p", "filter_value", "min_tokens_to_keep"}),
-    ),
-}
+    def _of_best(self, scores: Tensor) -> Tensor:
+        """float32 [R, n]: the new scores of the best tokens of each row, given their scores, best first; -inf where removed."""
+        # In the dtype of the scores, which decides what ties.
+        scores = (
+            scores.float() if self.temperature == 1 else (scores.float() / self.temperature).to(scores.dtype).float()
+        )
+        kth = min(self.top_k, scores.shape[1]) - 1
+        scores = scores.masked_fill(scores < scores[:, kth : kth + 1], -torch.inf)
+        at_least = self.min_tokens_to_keep
+        if self.top_p < 1:
+            # Added up as transformers does, in ascending order.
+            shares = scores.softmax(-1).flip(-1).cumsum(-1).flip(-1)
+            is_out = shares <= 1 - self.top_p
+            is_out[:, :at_least] = False
+            scores = scores.masked_fill(is_out, -torch.inf)
+        if self.min_p > 0:
+            is_out = (scores - scores[:, :1]).exp() < self.min_p
+            is_out[:, :at_least] = False
+            scores = scores.masked_fill(is_out, -torch.inf)
+        return scores

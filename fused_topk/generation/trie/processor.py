@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that must be items of a catalogue: a processor, and the edit of it."""
+"""Texts that must be items of a catalogue, as a logits processor."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from ...rows import unpacked
-from ..trie.token_trie import TokenTrie
-from .adapter import Adapter, Adapters, Step
-from .bans import Ban
+from .token_trie import TokenTrie
 
 
 class TrieLogitsProcessor(LogitsProcessor):
@@ -63,14 +60,3 @@ class TrieLogitsProcessor(LogitsProcessor):
         vocab_size = scores.shape[-1]
         allowed = unpacked(self.allowed_mask(input_ids, scores.device, vocab_size), vocab_size)
         return scores.where(allowed, -torch.inf)
-
-
-def _trie(p: Any) -> Adapter:
-    def adapter(step: Step) -> Ban:
-        rows = step.rows
-        return Ban(p.allowed_mask(step.input_ids, rows.logits.device, rows.vocab_size))
-
-    return adapter
-
-
-ADAPTERS: Adapters = {TrieLogitsProcessor: (_trie, frozenset({"trie", "begin_index"}))}

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The logits processors of a call: those that run as they are, and those that a choice in one read of the logits stands for.
+
+In one read a choice can keep the tokens of a trie, and sample with temperature, top-k, top-p and min-p in this order. Everything else
+is called with stock's arguments on all scores, before the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from ..processor import FusedTopKLogitsProcessor
+from ..trie.processor import TrieLogitsProcessor
+from .facts import is_as_published
+
+# Processors that keep nothing from step to step, and call no function of the user's. On a GPU they may see the tokens of steps that run
+# after the end. Those that a version does not have are left out.
+_STATELESS = frozenset(
+    getattr(logits_process, name, None)
+    for name in (
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "ExponentialDecayLengthPenalty",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "MinPLogitsWarper",
+        "NoBadWordsLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+        "WhisperTimeStampLogitsProcessor",
+    )
+) | {FusedTopKLogitsProcessor, TrieLogitsProcessor}
+# The parameters of fused_topk.sample(), by the warper that it stands for, in the order in which sample() applies them.
+_PARAMETERS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    # Beyond these temperatures scores overflow in float32, or have no digits left.
+    logits_process.TemperatureLogitsWarper: ("temperature", lambda number: 1e-30 <= number <= 1e30),
+    logits_process.TopKLogitsWarper: ("top_k", lambda number: isinstance(number, int) and number >= 1),
+    logits_process.TopPLogitsWarper: ("top_p", lambda number: 0 < number <= 1),
+    logits_process.MinPLogitsWarper: ("min_p", lambda number: 0 <= number <= 1),
+}
+_NO_EFFECT = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
+_NAMES = [name for name, _ in _PARAMETERS.values()]
+_ATTRIBUTES = {"filter_value", "min_tokens_to_keep", *_NAMES}
+
+
+def reason_against(processors: Any) -> str | None:
+    """Why a plan cannot stand for a loop's list of processors; None if it can."""
+    if type(processors) is LogitsProcessorList and is_as_published(LogitsProcessorList):
+        return None
+    return f"logits processors in a {type(processors).__name__}"
+
+
+class Plan:
+    """How the processors of one call are carried out.
+
+    processors: all of them.
+    called: those that are called, in order, where the choice stands for the others.
+    constraint: the processor whose mask the choice takes; None for none.
+    parameters: of the choice by chance; None where nothing is drawn.
+    asks_host: whether one of them may look at texts on the host, or must be called exactly once in a step. Then a step waits for the one
+        before it.
+    """
+
+    def __init__(self, processors: Iterable[Any], is_drawn: bool) -> None:
+        """Args: is_drawn: whether the call samples without beams."""
+        self.processors = list(processors)
+        self.called = list(self.processors)
+        self.parameters: dict[str, Any] | None = {} if is_drawn else None
+        while is_drawn and self.called and self._takes(self.called[-1]):
+            self.called.pop()
+        first = next(iter(self.called), None)
+        is_one = type(first) is TrieLogitsProcessor and is_as_published(type(first)) and len(self.called) == 1
+        self.constraint: TrieLogitsProcessor | None = first if is_one else None
+        if is_one:
+            self.called = []
+        self.asks_host = any(
+            type(each) not in _STATELESS or not is_as_published(type(each)) for each in self.processors
+        )
+
+    def _takes(self, processor: Any) -> bool:
+        """Whether the parameters stand for this processor, too, which comes before those that they stand for already."""
+        kind, known = type(processor), vars(processor)
+        if not is_as_published(kind) or self.parameters is None:
+            return False
+        if kind is logits_process.LogitNormalization:
+            # To renormalise a row does not change its distribution.
+            return True
+        found: dict[str, Any] = {}
+        if kind is FusedTopKLogitsProcessor:
+            found = {name: known[name] for name in _NAMES if known[name] != _NO_EFFECT.get(name)}
+        elif kind in _PARAMETERS:
+            name, _ = _PARAMETERS[kind]
+            found = {name: known.get(name)}
+        # sample() keeps one token at least.
+        is_plain = known.get("filter_value", -float("inf")) == -float("inf") and known.get("min_tokens_to_keep", 1) == 1
+        is_in_order = all(_NAMES.index(one) < _NAMES.index(other) for one in found for other in self.parameters)
+        are_right = all(
+            type(found[name]) in (int, float) and takes(found[name])
+            for name, takes in _PARAMETERS.values()
+            if name in found
+        )
+        if not found or not is_plain or not is_in_order or not are_right or not known.keys() <= _ATTRIBUTES:
+            return False
+        self.parameters = {**found, **self.parameters}
+        return True
+
+    def run(self, text: Any, scores: Tensor) -> Tensor:
+        """The scores [R, V] after the processors that are called."""
+        return _run(self.called, text, scores)
+
+    def run_rest(self, text: Any, scores: Tensor) -> Tensor:
+        """The scores of :meth:`run` after the processors that the choice stands for."""
+        return _run(self.processors[len(self.called) :], text, scores)
+
+
+def _run(processors: list[Any], text: Any, scores: Tensor) -> Tensor:
+    result: Tensor = LogitsProcessorList(processors)(text, scores)
+    return result
