@@ -90,7 +90,7 @@ def test_long_hidden_states_alone_are_chosen_from(monkeypatch):
     """To add up the lanes of a short sum takes as long as the sum."""
     monkeypatch.setattr(head, "_OPERATIONS", 0)
     for size, is_quicker in ((127, False), (128, True)):
-        assert WholeHead(None, torch.empty(50, size), None).is_quicker(1) == is_quicker
+        assert WholeHead(None, torch.nn.Linear(size, 50)).is_quicker(1) == is_quicker
 
 
 class TestFewLogits:

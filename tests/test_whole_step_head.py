@@ -159,6 +159,12 @@ def test_a_product_that_the_head_does_not_compute_itself():
     assert head_of(Model(), {"hidden": torch.randn(2, 3, 4)}) is None
 
 
+def head_with(weight):
+    linear = torch.nn.Linear(weight.shape[1], len(weight), bias=False)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return WholeHead(None, linear)
+
+
 @pytest.mark.parametrize("share", [None, 0.5, 0.03])
 @pytest.mark.parametrize("k", [1, 4, 12])
 def test_continuations_are_ordered_as_by_beam_topk(k, share):
@@ -172,7 +178,7 @@ def test_continuations_are_ordered_as_by_beam_topk(k, share):
     if share is not None:
         allowed = torch.rand(6, 50, generator=generator) < share
         mask = packed(allowed)
-    head, logits = WholeHead(None, weight, None), hidden @ weight.T
+    head, logits = head_with(weight), hidden @ weight.T
     found = head.continuations(hidden, scores, k, mask)
     of_beams = None if mask is None else mask.view(2, 3, -1)
     expected = fused_topk.beam_topk(logits.view(2, 3, 50), scores, k, mask=of_beams, normalize="all")

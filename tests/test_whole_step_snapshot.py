@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -18,6 +19,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers import modeling_utils
 
+from captured import graphs_of
 from decoding import TOLERANCE, also, assert_same, assert_whole, generate_both, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import disable, fused_decoding
 from fused_topk.generation.whole_step import attribute, compiled, entry
@@ -275,3 +277,102 @@ def test_compiled_steps_do_not_outlive_the_model(is_one_piece, monkeypatch):
     del model, step
     gc.collect()
     assert [each() for each in kept] == [None, None]
+
+
+def gone(model):
+    """Weights of the model, and what takes them away."""
+
+    def replaced():
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+    def of_a_layer():
+        layer = model.model.layers[1].mlp.down_proj
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+    def to_meta():
+        model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(torch.empty(1, device="meta"))
+
+    def dropped():
+        model.model.layers = model.model.layers[:1]
+
+    def resized():
+        model.resize_token_embeddings(120)
+
+    layers = model.model.layers
+    return {
+        "replaced": ([model.lm_head.weight], replaced),
+        "replaced in a layer": ([layers[1].mlp.down_proj.weight], of_a_layer),
+        "offloaded": ([layers[0].self_attn.q_proj.weight], to_meta),
+        "dropped": ([*layers[1].parameters()], dropped),
+        # transformers itself holds the old embeddings for a while.
+        "resized": ([model.lm_head.weight], resized),
+    }
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "captured"])
+@pytest.mark.parametrize("change", ["replaced", "replaced in a layer", "offloaded", "dropped", "resized"])
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_weights_that_go_are_not_held(change, way, is_enabled, model):
+    """After a block, and in one, without the garbage collector."""
+    fused = functools.partial(fused_decoding, compile=way == "compiled")
+    with graphs_of() if way == "captured" else contextlib.nullcontext(), contextlib.ExitStack() as stack:
+        block = stack.enter_context(contextlib.ExitStack())
+        block.enter_context(fused(model))
+        for num_beams in (1, 3):
+            model.generate(**inputs_for(model), **{**BEAMS, "num_beams": num_beams}, do_sample=False)
+        if not is_enabled:
+            block.close()
+        weights, take = gone(model)[change]
+        weights = [weakref.ref(each) for each in weights]
+        if way == "compiled":
+            # What torch.compile has noted of the modules lies in circles of its own.
+            gc.collect()
+        gc.disable()
+        try:
+            take()
+            assert all(ref() is None for ref in weights)
+        finally:
+            gc.enable()
+    if change != "offloaded":
+        assert_whole(model, **BEAMS)
+
+
+def test_a_model_that_goes_takes_all_with_it(model):
+    weights = [weakref.ref(each) for each in model.parameters()]
+    with fused_decoding(model):
+        model.generate(**inputs_for(model), **BEAMS)
+    gc.disable()
+    try:
+        del model
+        # Those of pytest's fixture and of this function.
+        found = {type(each).__name__ for ref in weights if ref() is not None for each in gc.get_referrers(ref())}
+    finally:
+        gc.enable()
+    assert "WholeHead" not in found and "OneGraph" not in found
+
+
+@pytest.mark.parametrize("name", ["step", "num_updates"])
+def test_a_number_that_no_code_reads_is_of_no_account(name, model):
+    setattr(model, name, 0)
+    assert not is_seen(model, lambda: setattr(model, name, 1))
+    assert is_seen(model, lambda: setattr(model, name, "one")) is False
+    # A norm reads this one.
+    norm = model.model.norm
+    assert is_seen(model, lambda: setattr(norm, "variance_epsilon", 0.5))
+
+
+class Reader(nn.Module):
+    """Reads a number of another module by a name that it makes."""
+
+    def __init__(self, model, names):
+        super().__init__()
+        self.of, self.names = [model], names
+
+    def forward(self, hidden):
+        return hidden * getattr(self.of[0], "".join(self.names))
+
+
+def test_a_number_that_a_users_module_may_read_counts(model):
+    model.step = 1
+    model.model.norm = nn.Sequential(model.model.norm, Reader(model, ["st", "ep"]))
+    assert is_seen(model, lambda: setattr(model, "step", 2))

@@ -8,6 +8,7 @@ table with weak keys would hold such a model for ever. An attribute makes a cycl
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 # The name of the attribute.
@@ -30,6 +31,18 @@ class OfModels(Generic[Kept]):
 
     def pop(self, model: Any) -> None:
         vars(model).pop(KEPT, None)
+
+    def forgetting(self, model: Any) -> Callable[[], None]:
+        """A function that forgets what is kept for the model, and may be called at any time: it does not change the model's attributes."""
+        ref = weakref.ref(model)
+
+        def forget() -> None:
+            model = ref()
+            attribute = None if model is None else vars(model).get(KEPT)
+            if isinstance(attribute, _Attribute):
+                attribute.kept = None
+
+        return forget
 
 
 class _Attribute:

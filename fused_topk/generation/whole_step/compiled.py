@@ -90,7 +90,7 @@ class Codes:
         codes = self._of.get(key)
         if codes is None:
             codes = self._of.setdefault(key, [Code(function, True), Code(function, False)])
-        return [_OneGraph(codes[0], args), _Pieces(codes[1], args)]
+        return [OneGraph(codes[0], args), _Pieces(codes[1], args)]
 
 
 def let_vary(tensor: Tensor, dims: tuple[int, ...]) -> None:
@@ -117,8 +117,12 @@ class _Pieces:
             raise NothingCompiled
         return result
 
+    def rest(self) -> None:
+        """Lets go of the tensors, weights among them, until the next call."""
+        self._piece, self._inputs = None, ()
 
-class _OneGraph:
+
+class OneGraph:
     """A function on its arguments, compiled in one piece: from the second call on that piece alone, on the tensors of the first.
 
     The arguments are the same objects in each call, and their contents are written in place. So torch.compile need not check them
@@ -130,10 +134,15 @@ class _OneGraph:
         self._code, self._args = code, args
         self._piece: Callable[..., Any] | None = None
         self._inputs: tuple[Any, ...] = ()
+        # Whether weak references stand for the tensors among the inputs.
+        self._rests = False
         # Which of the piece's outputs the function returns; None for none.
         self._returned: int | None = None
 
     def __call__(self) -> Any:
+        if self._rests:
+            self._inputs = tuple(each() if isinstance(each, weakref.ref) else each for each in self._inputs)
+            self._rests = False
         if self._piece is not None:
             outputs = self._piece(*self._inputs)
             return None if self._returned is None else outputs[self._returned]
@@ -141,3 +150,9 @@ class _OneGraph:
         if result is not None:
             self._returned = next(i for i, output in enumerate(outputs) if output is result)
         return result
+
+    def rest(self) -> None:
+        """Lets go of the tensors, the model's weights among them, until the next call."""
+        if not self._rests:
+            self._inputs = tuple(weakref.ref(each) if isinstance(each, Tensor) else each for each in self._inputs)
+            self._rests = True

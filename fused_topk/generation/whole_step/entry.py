@@ -95,7 +95,7 @@ def _state_of(module: Any) -> dict[str, Any]:
 
 
 def _made_ready(model: Any) -> Ready:
-    snapshot = Snapshot(model, _SKIPPED)
+    snapshot = Snapshot(model, _SKIPPED, _ready.forgetting(model))
     try:
         with traces.no_traces(model) as watching:
             return _tried(model, snapshot, watching)

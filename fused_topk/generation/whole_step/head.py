@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,12 +63,28 @@ class Head(Protocol):
         """
 
 
-class WholeHead(NamedTuple):
-    """A whole LM head on a CPU, whose kernel keeps no logits. Other kernels keep them, so nothing is gained there."""
+class _OfModule:
+    """Weights are those that the module has now. Else they would live on where a user replaces them."""
 
-    headless: Any
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
+    def __init__(self, headless: Any, module: Any) -> None:
+        self.headless = headless
+        self._module = module
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, H], or [columns, H]"""
+        weight: Tensor = self._module.weight
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V], or [columns]"""
+        bias: Tensor | None = self._module.bias
+        return bias
+
+
+class WholeHead(_OfModule):
+    """A whole LM head on a CPU, whose kernel keeps no logits. Other kernels keep them, so nothing is gained there."""
 
     @property
     def vocab_size(self) -> int:
@@ -102,13 +118,12 @@ class WholeHead(NamedTuple):
         return scores[:, :k], indices.gather(1, order[:, :k])
 
 
-class HeadOfColumns(NamedTuple):
+class HeadOfColumns(_OfModule):
     """This process's columns of an LM head. A choice is one all-gather of all candidates, and the same on all processes."""
 
-    headless: Any
-    weight: Tensor  # [columns, H]
-    bias: Tensor | None  # [columns]
-    columns: Columns
+    def __init__(self, headless: Any, module: Any, columns: Columns) -> None:
+        super().__init__(headless, module)
+        self.columns = columns
 
     @property
     def vocab_size(self) -> int:
@@ -167,14 +182,15 @@ def head_of(twin: Any, inputs: dict[str, Any]) -> Head | None:
     headless = _without(head, twin)
     # A model that does not call the head as a module gives logits here, too.
     is_without = torch.equal(headless(**inputs, use_cache=False).logits, found.hidden)
-    return WholeHead(headless, found.weight, found.bias) if is_without else None
+    is_own = found.weight is head.weight and found.bias is head.bias
+    return WholeHead(headless, head) if is_without and is_own else None
 
 
 def _head_of_columns(twin: Any, head: GatheredLinear, inputs: dict[str, Any]) -> Head | None:
     headless = _without(head, twin)
     logits = head(headless(**inputs, use_cache=False).logits)
     is_without = torch.equal(logits, twin(**inputs, use_cache=False).logits)
-    return HeadOfColumns(headless, head.weight, head.bias, head.part.columns) if is_without else None
+    return HeadOfColumns(headless, head, head.part.columns) if is_without else None
 
 
 def _without(head: nn.Module, twin: Any) -> Any:

@@ -28,7 +28,7 @@ from ... import functional
 from ..tensor_parallel.group import all_say
 from . import compiled, graphs
 from .beams import choose
-from .compiled import Codes
+from .compiled import Codes, OneGraph
 from .decoder import Decoder, Prompt
 from .head import Head
 from .reasons import raise_if_from_a_signal, said_by
@@ -196,6 +196,12 @@ class KeptStep:
         finally:
             self.goes_on.copy_(goes_on)
         run()
+
+    def rest(self) -> None:
+        """Lets go of the model's weights until the next call."""
+        for run in self._runs.values():
+            if isinstance(run, OneGraph):
+                run.rest()
 
     def read_prompt(self, prompt: Prompt) -> Tensor:
         return self.decoder.read_prompt(prompt)

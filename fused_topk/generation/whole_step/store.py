@@ -87,6 +87,7 @@ class Store:
             return self._failed.get(shape, (0,))[0], shape in self._used, None if step is None else step.made
 
     def _keep(self, shape: Shape, step: KeptStep) -> None:
+        step.rest()
         with self._lock:
             self._kept[shape] = step
             while len(self._kept) > MAX_SHAPES or (

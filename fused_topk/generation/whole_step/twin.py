@@ -8,13 +8,17 @@ exception.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
+import sys
+import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,28 +39,35 @@ def twin_of(
     # One copy of a configuration, and of each that is a part of it, for all modules that share it.
     configs: dict[int, Any] = {}
     modules: dict[int, nn.Module] = {}
-
-    def copied(module: nn.Module) -> nn.Module:
-        twin: nn.Module = modules.get(id(module)) or object.__new__(type(module))
-        if id(module) in modules:
-            return twin
-        modules[id(module)] = twin
-        twin.__dict__.update(state_of(module))
-        # A forward method among a module's attributes would be bound to the model's module: see reasons.of_model.
-        twin.__dict__.pop("forward", None)
-        config = twin.__dict__.get("config")
-        if config is not None:
-            twin.__dict__["config"] = copy.deepcopy(config, configs)
-        twin.__dict__["_modules"] = {
-            name: child if child is None else copied(child) for name, child in module._modules.items()
-        }
-        return twin
-
-    twin = copied(model)
+    twin = _copied(model, modules, configs, state_of)
     for module in modules.values():
         _part_rotary(module, is_steady)
     if attention is not None:
         _set_attention(twin, attention)
+    return twin
+
+
+def _copied(
+    module: nn.Module,
+    modules: dict[int, nn.Module],
+    configs: dict[int, Any],
+    state_of: Callable[[Any], dict[str, Any]],
+) -> nn.Module:
+    """The twin of a module and of its submodules. `modules` has those that there are, by the id() of the model's."""
+    twin: nn.Module = modules.get(id(module)) or object.__new__(type(module))
+    if id(module) in modules:
+        return twin
+    modules[id(module)] = twin
+    twin.__dict__.update(state_of(module))
+    # A forward method among a module's attributes would be bound to the model's module: see reasons.of_model.
+    twin.__dict__.pop("forward", None)
+    config = twin.__dict__.get("config")
+    if config is not None:
+        twin.__dict__["config"] = copy.deepcopy(config, configs)
+    twin.__dict__["_modules"] = {
+        name: child if child is None else _copied(child, modules, configs, state_of)
+        for name, child in module._modules.items()
+    }
     return twin
 
 
@@ -97,20 +108,37 @@ def text_config(config: Any) -> Any:
 class Snapshot:
     """What a model consisted of when its twin was made: classes, attributes, parts, and weights without their values.
 
-    The contents of containers and configurations are looked at, too, at any depth, because they may be changed in place.
+    The contents of containers and configurations are looked at, too, at any depth, because they may be changed in place. Modules and
+    tensors are not held. Once one of them is gone, the model has changed.
+
+    Args:
+        skipped: attributes that do not count, of the model and of parts of it that can generate by themselves.
+        forget: called once something is gone, at any time.
     """
 
-    def __init__(self, model: nn.Module, skipped: frozenset[str]) -> None:
-        """Args: skipped: attributes that do not count, of the model and of parts of it that can generate by themselves."""
-        # The model itself is not held here: so it is freed without the garbage collector where nothing else refers to it.
-        self._look = _look_at(model, skipped)
-        self._parts = self._look(model)
-        self._held: list[tuple[_Look, Any, tuple[Any, ...]]] = []
-        self._tensors: list[Tensor] = []
+    def __init__(self, model: nn.Module, skipped: frozenset[str], forget: Callable[[], object] = lambda: None) -> None:
+        self._is_whole = True
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        me = weakref.ref(self)
+
+        def gone(_: Any) -> None:
+            snapshot = me()
+            if snapshot is not None and snapshot._is_whole:
+                snapshot._is_whole = False
+                forget()
+
+        self._gone = gone
+        numbers = _Numbers(model)
+        self._look = _look_at(model, skipped, numbers)
+        parts = self._look(model)
+        self._parts = self._noted(parts)
+        # Each function that looks at a part, the part or a weak reference to it, and what has been found.
+        self._held: list[tuple[_Look, Any, _Parts]] = []
+        self._tensors: list[weakref.ref[Any]] = []
         # The tensors that are spread over processes.
-        self._spread: list[Any] = []
+        self._spread: list[weakref.ref[Any]] = []
         kinds, known = {type(model)}, {id(model)}
-        pending = [*_looks(model, self._parts, skipped)]
+        pending = [*_looks(model, parts, skipped, numbers)]
         while pending:
             look, part = pending.pop()
             if id(part) in known:
@@ -118,35 +146,132 @@ class Snapshot:
             known.add(id(part))
             if look is not None:
                 parts = look(part)
-                self._held.append((look, part, parts))
-                pending += _looks(part, parts, skipped)
+                self._held.append((look, self._refs.get(id(part), part), self._noted(parts)))
+                pending += _looks(part, parts, skipped, numbers)
                 kinds.add(type(part))
             elif type(part) in (Tensor, nn.Parameter) and part.layout is torch.strided and not part.is_nested:
-                self._tensors.append(part)
+                self._tensors.append(self._refs[id(part)])
             elif hasattr(part, "_local_tensor"):
-                self._spread.append(part)
+                self._spread.append(self._refs[id(part)])
         self._layouts = self._all_layouts()
         self._kinds = [kind for kind in kinds if issubclass(kind, nn.Module)]
         self._forwards = self._defined_forwards()
 
+    def _noted(self, parts: tuple[Any, ...]) -> _Parts:
+        values = []
+        for part in parts:
+            if isinstance(part, (nn.Module, Tensor)):
+                if id(part) not in self._refs:
+                    self._refs[id(part)] = weakref.ref(part, self._gone)
+                part = _OTHER
+            values.append(part)
+        return _Parts(tuple(map(id, parts)), tuple(values))
+
     def is_of(self, model: nn.Module) -> bool:
         try:
             return (
-                _are_same(self._look(model), self._parts)
-                and all(_are_same(look(part), parts) for look, part, parts in self._held)
+                self._is_whole
+                and self._parts.are_those_of(self._look(model))
+                and all(parts.are_those_of(look(_held(part))) for look, part, parts in self._held)
                 and self._all_layouts() == self._layouts
                 and _are_same(self._defined_forwards(), self._forwards)
             )
-        except KeyError:
-            # An attribute has gone.
+        except (KeyError, ReferenceError):
+            # An attribute has gone, or a part.
             return False
 
     def _all_layouts(self) -> list[tuple[Any, ...]]:
-        return [*map(_layout, self._tensors), *(_layout(each._local_tensor) for each in self._spread)]
+        of_tensors = [_layout(_held(each)) for each in self._tensors]
+        return [*of_tensors, *(_layout(_held(each)._local_tensor) for each in self._spread)]
 
     def _defined_forwards(self) -> tuple[Any, ...]:
         """The forward methods of the modules' classes, as the classes define them."""
         return tuple(vars(base).get("forward") for kind in self._kinds for base in kind.__mro__)
+
+
+# Equal to nothing else: in the place of what is not held.
+_OTHER = object()
+
+
+class _Parts(NamedTuple):
+    """The parts of an object when it was looked at."""
+
+    ids: tuple[int, ...]
+    values: tuple[Any, ...]  # _OTHER for modules and tensors, whose ids no other object gets before they are gone
+
+    def are_those_of(self, now: tuple[Any, ...]) -> bool:
+        ids = tuple(map(id, now))
+        return ids == self.ids or (
+            len(ids) == len(self.ids)
+            and all(
+                one == other or _is_same(value, part)
+                for one, other, value, part in zip(ids, self.ids, self.values, now, strict=True)
+            )
+        )
+
+
+def _held(part: Any) -> Any:
+    """The part, which may be given as a weak reference.
+
+    Raises:
+        ReferenceError: it is gone.
+    """
+    found = part() if isinstance(part, weakref.ref) else part
+    if found is None:
+        raise ReferenceError
+    return found
+
+
+class _Numbers:
+    """Which attributes of a model's modules are numbers that no code of these modules reads, such as a trainer's count of steps.
+
+    Such a name stands in no function of the files in which the modules' classes are defined. Where a file that is not of transformers or
+    torch gets attributes by names that it makes, every number may be read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        kinds = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
+        of_files = {file: _names_in(file) for file in {kind.__module__ for kind in kinds}}
+        self._names = frozenset().union(*of_files.values())
+        others = [names for file, names in of_files.items() if not file.startswith(("transformers.", "torch."))]
+        self._may_be_any = any(names & _BY_NAME for names in others)
+
+    def are_unread(self, name: str, value: Any) -> bool:
+        return type(value) in (int, float) and name not in self._names and not self._may_be_any
+
+
+_BY_NAME = {"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "eval", "exec"}
+
+
+@functools.lru_cache(maxsize=64)
+def _names_in(file: str) -> frozenset[str]:
+    """All names and strings in the functions of a module of Python."""
+    found: set[str] = set()
+    known: set[int] = set()
+    pending: list[Any] = [*vars(sys.modules[file]).values()] if file in sys.modules else []
+    while pending:
+        each = pending.pop()
+        if id(each) in known:
+            continue
+        known.add(id(each))
+        if isinstance(each, types.CodeType):
+            found.update(each.co_names, each.co_freevars)
+            pending += each.co_consts
+        elif isinstance(each, str):
+            found.add(each)
+        elif isinstance(each, types.FunctionType):
+            pending.append(each.__code__)
+            for cell in each.__closure__ or ():
+                # A cell may be empty.
+                with contextlib.suppress(ValueError):
+                    pending.append(cell.cell_contents)
+        elif isinstance(each, (classmethod, staticmethod)):
+            pending.append(each.__func__)
+        elif isinstance(each, property):
+            pending += [each.fget]
+        elif isinstance(each, type) and each.__module__ == file:
+            pending += vars(each).values()
+    return frozenset(found)
 
 
 # Gives the parts of an object: all that it holds, in order.
@@ -158,14 +283,16 @@ _EVAL_CAPACITY = "moe_eval_capacity_token_fraction"
 _NO_PARTS = frozenset({*vars(nn.Module()), "forward", "rope_deltas"}) - {"training"}
 
 
-def _looks(holder: Any, parts: tuple[Any, ...], skipped: frozenset[str]) -> Iterator[tuple[_Look | None, Any]]:
+def _looks(
+    holder: Any, parts: tuple[Any, ...], skipped: frozenset[str], numbers: _Numbers
+) -> Iterator[tuple[_Look | None, Any]]:
     """The parts, each with a function that gives its own parts; None for one that has none, or is not looked into."""
     for part in parts:
         look: _Look | None = None
         if isinstance(part, nn.Module):
             # A ScriptModule has no such attributes.
             own = skipped if isinstance(part, GenerationMixin) else frozenset()
-            look = _look_at(part, own) if "_modules" in vars(part) else None
+            look = _look_at(part, own, numbers) if "_modules" in vars(part) else None
         elif isinstance(part, dict):
             look = _of_dict
         elif isinstance(part, (list, tuple, set, frozenset, deque)):
@@ -179,8 +306,9 @@ def _looks(holder: Any, parts: tuple[Any, ...], skipped: frozenset[str]) -> Iter
         yield _of_config, config
 
 
-def _look_at(module: nn.Module, skipped: frozenset[str]) -> _Look:
+def _look_at(module: nn.Module, skipped: frozenset[str], numbers: _Numbers) -> _Look:
     state = vars(module)
+    skipped |= {name for name, value in state.items() if numbers.are_unread(name, value)}
     # NLLB-MoE's routers set this attribute anew in each pass.
     counted = {"expert_capacity"} if _EVAL_CAPACITY in state else set()
     names = [name for name in state if name not in _NO_PARTS and name not in skipped and name not in counted]
