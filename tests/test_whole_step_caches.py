@@ -66,7 +66,7 @@ def compare(model, inputs, cache, fused=whole, **options):
     with fused(model):
         found = model.generate(**inputs, **options, **given)
     steps = stats(reset=True)
-    assert not steps.reasons and not steps.reasons, steps
+    assert not steps.reasons, steps
     assert steps.whole > 0
     assert_same(stock, found, TOLERANCE)
     # It is the user's own.

@@ -52,7 +52,7 @@ def assert_steps(model, inputs, has_head, **options):
     options = {"max_new_tokens": 10, "output_scores": False, **options}
     stock, given, steps = generate_both(model, inputs, fused=compiling, **options)
     assert_same(stock, given, TOLERANCE)
-    assert steps.compiled == steps.whole == steps.whole > 0, (steps.reasons, steps.reasons)
+    assert steps.compiled == steps.whole > 0, steps
     step = next(reversed(entry._ready.get(model).store._kept.values()))
     assert (step._head is not None) == has_head
     step.begin(copy.deepcopy(step._state), copy.deepcopy(step._constants), 9)

@@ -64,7 +64,7 @@ def assert_kept(model, inputs, **options):
         options = {name: value for name, value in options.items() if name not in ("early_stopping", "length_penalty")}
     stock, given, steps = generate_both(model, inputs, fused=keeping, **options)
     assert_same(stock, given, TOLERANCE)
-    assert steps.compiled == steps.whole > 0, (steps.reasons, steps.reasons)
+    assert steps.compiled == steps.whole > 0, steps
     return stock["sequences"]
 
 

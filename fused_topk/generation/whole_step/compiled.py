@@ -61,10 +61,17 @@ class Code:
         )
         self.call: Any = torch.compile(own, backend=backend, dynamic=False, fullgraph=is_whole)
 
+    def called(self, args: tuple[Any, ...]) -> Any:
+        """What the function returns. Its code has weights as inputs, also where a user asks for frozen ones: they may change in place."""
+        from torch._inductor import config
+
+        with config.patch(freezing=False):
+            return self.call(*args)
+
     def run(self, args: tuple[Any, ...]) -> tuple[Any, Callable[..., Any], tuple[Any, ...], Any]:
         """What the function returns, and the piece that computed it, with its inputs and all its outputs."""
         with self._lock:
-            result = self.call(*args)
+            result = self.called(args)
             if self._ran is None:
                 raise NothingCompiled
             ran, self._ran = self._ran, None
@@ -112,7 +119,7 @@ class _Pieces:
         self._code, self._args = code, args
 
     def __call__(self) -> Any:
-        result = self._code.call(*self._args)
+        result = self._code.called(self._args)
         if not self._code.number:
             raise NothingCompiled
         return result
