@@ -111,6 +111,23 @@ class TestFewLogits:
         assert torch.equal(stock, given)
         assert steps[:3] == (0, 8, {self.WHY: 1})
 
+    @pytest.mark.parametrize(
+        ("options", "logits"),
+        [({"num_beams": 3}, 3), ({"do_sample": True}, 15), ({"do_sample": True, "num_beams": 3}, 3)],
+    )
+    def test_so_are_beams_and_draws_of_small_models(self, options, logits, monkeypatch):
+        """Args: logits: as many times those of the prompts decide."""
+        inputs = inputs_for(self.model)
+        of_prompts = 2 * self.model.config.vocab_size
+        for least, weights, is_served in ((1, 10**6, False), (0, 10**6, True), (1, 10, True)):
+            monkeypatch.setattr(reasons, "FEW_LOGITS", logits * of_prompts + least * logits)
+            monkeypatch.setattr(reasons, "_FEW_WEIGHTS", weights)
+            stats(reset=True)
+            with fused_decoding(self.model):
+                self.model.generate(**inputs, **{**OPTIONS, **options})
+            steps = stats(reset=True)
+            assert (steps.whole > 0) == is_served and steps.reasons == ({} if is_served else {self.WHY: 1}), steps
+
     def test_more_run_in_whole_steps(self):
         few = inputs_for(self.model)
         more = {name: torch.cat([each, each[:1]]) for name, each in few.items()}

@@ -161,6 +161,13 @@ class Configuration:
         way = self.way if self.options.get("do_sample") else "plain"
         expected, _ = self.run(by_function, way)
         given, steps = self.run(TrieLogitsProcessor(TokenTrie(self.items, END), begin))
+        if self.name == "t5" and beams > 1 and self.way != "plain":
+            # The logits of T5 are up to 41. Totals that lie closer than their rounding change places.
+            gap = stock_gap(
+                self.model, self.inputs, logits_processor=[*self.before, by_function, *self.after], **self.options
+            )
+            if gap < 1e-4:
+                return
         if self.way != "plain":
             assert steps.whole > 0 and steps.stock == 0 and not steps.reasons, steps
             assert (steps.compiled > 0) == (self.way == "kept")

@@ -303,10 +303,10 @@ def test_the_model_is_as_it_was_after_an_exception(model, monkeypatch):
         raise MemoryError("no room")
 
     assert_whole(model, **BEAMS)
-    monkeypatch.setattr("fused_topk.generation.whole_step.beams.choose", fail)
-    with pytest.raises(MemoryError, match="no room"), whole(model):
-        model.generate(**inputs_for(model), **BEAMS)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("fused_topk.generation.whole_step.beams.choose", fail)
+        with pytest.raises(MemoryError, match="no room"), whole(model):
+            model.generate(**inputs_for(model), **BEAMS)
     assert "generate" not in vars(model)
     assert_whole(model, **BEAMS)
 

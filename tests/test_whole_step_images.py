@@ -86,7 +86,7 @@ def test_compiled_after_images(name, num_beams):
     model = multimodal(name)
     for seed in (0, 1):
         inputs = images_for(model, seed=seed)
-        assert_whole(model, inputs, way=True, num_beams=num_beams, max_new_tokens=12, output_scores=False)
+        assert_whole(model, inputs, compile=True, num_beams=num_beams, max_new_tokens=12, output_scores=False)
 
 
 def test_draws_after_images():

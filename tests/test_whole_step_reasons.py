@@ -112,11 +112,11 @@ def test_a_generate_that_takes_only_what_it_knows(of, model):
 def test_a_method_that_is_patched_for_all_models(model, monkeypatch):
     name = "prepare_inputs_for_generation"
     assert_whole(model, **BEAMS)
-    monkeypatch.setattr(
-        transformers.GenerationMixin, name, with_other_tokens(getattr(transformers.GenerationMixin, name))
-    )
-    assert_declined(model, f"{name}() of LlamaForCausalLM", **BEAMS)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            transformers.GenerationMixin, name, with_other_tokens(getattr(transformers.GenerationMixin, name))
+        )
+        assert_declined(model, f"{name}() of LlamaForCausalLM", **BEAMS)
     # It still runs what it is given to run.
     generate = transformers.GenerationMixin.generate
     monkeypatch.setattr(transformers.GenerationMixin, "generate", lambda *args, **kwargs: generate(*args, **kwargs))

@@ -159,7 +159,7 @@ def test_an_exception_leaves_a_step_as_it_was(monkeypatch):
 
     model, inputs = copy.deepcopy(family("Llama")), inputs_for(family("Llama"), 2)
     options = {**OPTIONS, "num_beams": 1}
-    assert_whole(model, inputs, way=True, **options)
+    assert_whole(model, inputs, compile=True, **options)
     (step,) = entry._ready.get(model).store._kept.values()
 
     def prefixes(batch, text):
@@ -172,7 +172,7 @@ def test_an_exception_leaves_a_step_as_it_was(monkeypatch):
             model.generate(**inputs, **options, do_sample=False, **failing)
         assert [*entry._ready.get(model).store._kept.values()] == [step]
         with torch.compiler.set_stance("fail_on_recompile"):
-            assert_whole(model, inputs, way=True, **options)
+            assert_whole(model, inputs, compile=True, **options)
 
 
 def resident_bytes():

@@ -95,7 +95,7 @@ def test_models_without_a_static_cache_are_not_kept():
 @pytest.mark.parametrize("name", ["T5", "Bloom", "Falcon"])
 def test_compiled(name, num_beams):
     model = row_model(name)
-    assert_whole(model, _inputs(model), way=True, num_beams=num_beams, max_new_tokens=12, output_scores=False)
+    assert_whole(model, _inputs(model), compile=True, num_beams=num_beams, max_new_tokens=12, output_scores=False)
 
 
 class Made(TorchDispatchMode):

@@ -313,12 +313,7 @@ def _served_or_stock(
     asked = _asked_of(model, args, kwargs)
     try:
         decline_for(of_arguments(model, stock, args, kwargs, asked))
-        if (
-            asked.num_beams == 1
-            and not options.topk_per_step
-            and not options.compile
-            and reads_few_logits(model, asked)
-        ):
+        if not options.topk_per_step and not options.compile and reads_few_logits(model, asked):
             raise Declined(OF_FEW_LOGITS)
         topk = TopKRecord(options.topk_per_step, request.given.topk) if options.topk_per_step else None
         checked = Checked.of(model)

@@ -138,46 +138,31 @@ class Choices(NamedTuple):
     def _continuations(self, scores: _Scores, state: Beams) -> tuple[Tensor, Tensor]:
         number, beam_scores, rows = self.rules.kept, state.running.scores, scores.logits
         if self.config.do_sample:
-            return _drawn_continuations(scores.last(), beam_scores, number)
+            return _drawn_continuations(_total(scores.last(), beam_scores), number)
         if scores.is_plain:
             batch, count = beam_scores.shape
             mask = scores.mask()
             mask = None if mask is None else mask.view(batch, count, -1)
-            best = functional.beam_topk(rows.view(batch, count, -1), beam_scores, number, mask=mask, normalize="all")
-            found = best.values, best.indices
+            of_beams = rows.view(batch, count, -1)
+            found = functional.beam_topk(of_beams, beam_scores, number, mask=mask, normalize="all")[:2]
         else:
-            found = _best_continuations(scores.last(), beam_scores, number)
+            found = functional.topk(_total(scores.last(), beam_scores), number)[:2]
         if not _has_nan(found[0]):
             return found
         # torch.topk decides their order.
         if not self.plan.asks_host:
             raise Declined("NaN among the scores")
-        total = (scores.last().view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
-        values, indices = total.topk(number)
+        values, indices = torch.topk(_total(scores.last(), beam_scores), number)
         return values, indices
 
 
-def _best_continuations(scores: Tensor, beam_scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The best continuations float32 [batch, count] of each sequence, and int64 [batch, count], beam * V + token.
-
-    Args:
-        scores: float32 [batch * beams, V].
-        beam_scores: float32 [batch, beams].
-    """
-    (batch, num_beams), vocab_size = beam_scores.shape, scores.shape[1]
-    # The best of a sequence are among the best of its beams.
-    best = functional.topk(scores, min(count, vocab_size))
-    total = (best.values.view(batch, num_beams, -1) + beam_scores.unsqueeze(-1)).flatten(1)
-    beam = torch.arange(num_beams, device=scores.device).unsqueeze(-1)
-    indices = (best.indices.view(batch, num_beams, -1) + beam * vocab_size).flatten(1)
-    # They lie in the order of beams, and those of a beam in the order of its scores. So of equal totals the smaller beam is first.
-    total, order = total.sort(dim=1, descending=True, stable=True)
-    return total[:, :count], indices.gather(1, order[:, :count])
+def _total(scores: Tensor, beam_scores: Tensor) -> Tensor:
+    """float32 [batch, beams * V]: the scores of all continuations of each sequence, given those of tokens and beams."""
+    return (scores.view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
 
 
-def _drawn_continuations(scores: Tensor, beam_scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same, drawn without replacement."""
-    total = (scores.view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
+def _drawn_continuations(total: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The scores and places [batch, count] of continuations that are drawn without replacement."""
     indices = draws.drawn(total, count)
     drawn = total.gather(1, indices)
     if not SORTS_DRAWN_BEAMS:
