@@ -17,7 +17,7 @@ import transformers
 from decoding import assert_whole, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import reasons
-from whole_steps import assert_declined, encoder_decoder, family, source_for
+from whole_steps import assert_declined, encoder_decoder, family, source_for, whole
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
@@ -121,6 +121,44 @@ def test_a_method_that_is_patched_for_all_models(model, monkeypatch):
     generate = transformers.GenerationMixin.generate
     monkeypatch.setattr(transformers.GenerationMixin, "generate", lambda *args, **kwargs: generate(*args, **kwargs))
     assert_whole(model, **BEAMS)
+
+
+TRLS = """
+import functools, types
+
+def add(model, is_used):
+    original_forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def _fused_forward(self, *args, fused_lm_head=IS_USED, **kwargs):
+        return None if fused_lm_head else original_forward(*args, **kwargs)
+
+    model.forward = types.MethodType(_fused_forward, model)
+"""
+
+
+def test_the_forward_of_trls_trainers(model):
+    """It runs the model's own forward() unless it is asked for losses: tests/clients.py has the real one."""
+    found: dict = {}
+    for file, is_used, is_known in (
+        ("/x/trl/trainer/utils.py", False, True),
+        ("/x/trl/trainer/utils.py", True, False),
+        ("/x/mine/utils.py", False, False),
+    ):
+        exec(compile(TRLS.replace("IS_USED", str(is_used)), file, "exec"), found)
+        own = copy.deepcopy(model)
+        found["add"](own, is_used)
+        with whole(own):
+            stats(reset=True)
+            if is_used:
+                assert reasons.of_model(own) is not None
+                continue
+            given = own.generate(**inputs_for(own), **BEAMS, do_sample=False)
+        assert (stats(reset=True).whole > 0) == is_known
+        assert torch.equal(given, model.generate(**inputs_for(model), **BEAMS, do_sample=False))
+        # One that runs another forward() than the class's.
+        found["add"](own, is_used)
+        assert reasons.of_model(own) is not None
 
 
 @pytest.mark.parametrize(

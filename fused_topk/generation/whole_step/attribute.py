@@ -36,10 +36,11 @@ class OfModels(Generic[Kept]):
         """A function that forgets what is kept for the model, and may be called at any time: it does not change the model's attributes."""
         ref = weakref.ref(model)
 
-        def forget() -> None:
+        # With all names as arguments: at the end of the process the module may have none any more.
+        def forget(name: str = KEPT, kind: Any = _Attribute, attributes_of: Any = vars) -> None:
             model = ref()
-            attribute = None if model is None else vars(model).get(KEPT)
-            if isinstance(attribute, _Attribute):
+            attribute = None if model is None else attributes_of(model).get(name)
+            if isinstance(attribute, kind):
                 attribute.kept = None
 
         return forget

@@ -295,7 +295,8 @@ def _of_modules(model: nn.Module) -> str | None:
         state = vars(module)
         if state.get("_compiled_call_impl") is not None:
             return "a compiled model"
-        if "forward" in state and not _is_own(module, "forward") and not local_forms.has_known_forward(module):
+        is_replaced = "forward" in state and not _is_own(module, "forward") and not _is_trls(module)
+        if is_replaced and not local_forms.has_known_forward(module):
             return f"forward() of a {type(module).__name__} that has been replaced"
         for hooks in _HOOKS:
             for hook in state[hooks].values():
@@ -312,6 +313,19 @@ def _of_modules(model: nn.Module) -> str | None:
         return "weights on several devices" if devices else "no weights"
     kind = next(iter(devices)).type
     return None if kind in ("cpu", "cuda") else f"weights on {kind}"
+
+
+def _is_trls(module: nn.Module) -> bool:
+    """Whether the module's forward() is that of TRL's trainers, which runs the class's own one unless it is asked for a loss."""
+    found = vars(module)["forward"]
+    function: Any = getattr(found, "__func__", None)
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_name != "_fused_forward" or Path(code.co_filename).parts[-3:-1] != ("trl", "trainer"):
+        return False
+    held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, function.__closure__, strict=True)}
+    runs = held.get("original_forward")
+    is_own = getattr(runs, "__self__", None) is module and getattr(runs, "__func__", None) is type(module).forward
+    return is_own and found.__self__ is module and function.__kwdefaults__.get("fused_lm_head") is False
 
 
 def _is_own(module: nn.Module, method: str) -> bool:

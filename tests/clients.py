@@ -1,0 +1,601 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Libraries that call generate() of transformers, each in whole steps and as stock, with the same texts. `tests/clients.sh` runs it, in an
+environment that has them.
+
+Every test says how many tokens whole steps write, and why stock writes the others. Models are tiny and have random weights. Greedy
+search of so few logits is served because tests/conftest.py lowers FEW_LOGITS.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import lm_eval
+import numpy as np
+import peft
+import pytest
+import smolagents
+import torch
+import trl
+from datasets import Dataset
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.models.huggingface import HFLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperTokenizer,
+    pipeline,
+)
+
+from fused_topk.generation import disable, enable, fused_decoding, stats
+
+torch.set_num_threads(1)
+
+VOCAB = 300
+PAD, BOS, EOS, UNKNOWN = range(4)
+NEW = 12
+# The text of each message, and nothing between them.
+TEMPLATE = "{% for each in messages %}{{ each['content'] }} {% endfor %}"
+MODES = {"greedy": {}, "beams": {"num_beams": 3}, "sampling": {"do_sample": True, "top_p": 0.9}}
+EACH_MODE = pytest.mark.parametrize("mode", MODES)
+
+
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    """Weights large enough that the next token is neither certain nor uniform."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    words = [*special, *(f"w{i}" for i in range(len(special), VOCAB))]
+    # transformers' criterion for stop strings looks how a tokenizer puts this before a word.
+    words[-1] = "abcdef"
+    words = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=special[UNKNOWN]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, padding_side="left", chat_template=TEMPLATE, model_max_length=512, **names
+    )
+
+
+def both_ways(model, call) -> tuple:
+    """What the call gives, which is the same both ways, and the tokens of the second one."""
+    expected = call()
+    stats(reset=True)
+    with fused_decoding(model):
+        found = call()
+    counted = stats(reset=True)
+    assert found == expected
+    return found, counted
+
+
+def num_different(found: dict) -> int:
+    return len({str(each) for each in found.values()})
+
+
+# TRL
+
+
+def trained(trainer, config, is_enabled: bool, folder, **options):
+    """What two steps of training write and log, and the weights after them."""
+    model, texts = llama(), []
+    kept = model.generate
+    arguments = config(
+        output_dir=str(folder),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        max_completion_length=NEW,
+        # Large enough that the second step writes other texts than the first one's weights would.
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=3,
+        **{"bf16": False} | options,
+    )
+
+    def length(completions, **_):
+        texts.extend(completions)
+        return [float(len(each)) for each in completions]
+
+    is_rewarded = trainer is not trl.DistillationTrainer
+    made = trainer(
+        model=model,
+        args=arguments,
+        processing_class=word_tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": ["w5 w6 w7", "w8", "w9 w10", "w11 w4 w5 w6"]}),
+        **({"reward_funcs": length} if is_rewarded else {"teacher_model": llama(seed=1)}),
+    )
+    assert made.model is model and model.generate == kept
+    stats(reset=True)
+    if is_enabled:
+        enable(model)
+    made.train()
+    disable(model)
+    # Without what depends on the time.
+    logs = [
+        {name: each for name, each in step.items() if "time" not in name and "_per_second" not in name}
+        for step in made.state.log_history
+    ]
+    return texts, logs, model.state_dict(), stats(reset=True)
+
+
+def assert_same_training(trainer, config, folder, **options) -> tuple:
+    *expected, _ = trained(trainer, config, False, folder, **options)
+    *found, counted = trained(trainer, config, True, folder, **options)
+    assert found[:2] == expected[:2]
+    for name, weight in expected[2].items():
+        assert torch.equal(found[2][name], weight), name
+    assert not torch.equal(found[2]["lm_head.weight"], llama().lm_head.weight)
+    return found[0], counted
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_trl_with_rewards(name, tmp_path):
+    """Completions of each step, losses, gradients' norms and weights."""
+    trainer, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+    texts, counted = assert_same_training(trainer, config, tmp_path, num_generations=4, beta=0.0)
+    assert len(set(texts)) == len(texts) == 8
+    # These trainers put a forward() of their own in the model, which runs the model's own one where texts are written.
+    assert counted == (2 * NEW, 0, {})
+
+
+def test_trl_with_a_teacher(tmp_path):
+    """The student writes in training mode, with weights that have changed since its last text."""
+    _, counted = assert_same_training(trl.DistillationTrainer, trl.DistillationConfig, tmp_path)
+    assert counted == (2 * NEW, 0, {})
+
+
+def test_trl_with_a_teacher_in_mixed_precision(tmp_path):
+    _, counted = assert_same_training(trl.DistillationTrainer, trl.DistillationConfig, tmp_path, bf16=True)
+    # accelerate wraps forward() in autocast.
+    assert counted == (0, 2 * NEW, {"forward() of a LlamaForCausalLM that has been replaced": 2})
+
+
+# PEFT
+
+PARTS = ["q_proj", "v_proj", "down_proj"]
+ADAPTERS = {
+    "lora": (peft.LoraConfig, {"r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": PARTS}),
+    "lora of the head": (
+        peft.LoraConfig,
+        {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    ),
+    "head of its own": (
+        peft.LoraConfig,
+        {"r": 4, "lora_alpha": 16, "target_modules": PARTS, "modules_to_save": ["lm_head"]},
+    ),
+    "dora": (peft.LoraConfig, {"r": 4, "use_dora": True, "target_modules": PARTS}),
+}
+
+
+def adapter(name: str) -> peft.PeftConfig:
+    kind, options = ADAPTERS[name]
+    return kind(task_type="CAUSAL_LM", init_lora_weights=False, **copy.deepcopy(options))
+
+
+def texts_of(model, mode: str, **more) -> list:
+    torch.manual_seed(7)
+    inputs = word_tokenizer()(["w5 w6 w7", "w8"], padding=True, return_tensors="pt", return_token_type_ids=False)
+    return model.generate(**inputs, max_new_tokens=NEW, **MODES[mode], **more).tolist()
+
+
+@EACH_MODE
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_peft_adapters(name, mode):
+    """One model whose adapters are changed, left out, and merged, within one block."""
+    model = peft.get_peft_model(llama(), adapter(name), adapter_name="one")
+    model.add_adapter("two", adapter(name))
+    model.eval()
+
+    def call():
+        found = {}
+        for active in ("one", "two"):
+            model.set_adapter(active)
+            found[active] = texts_of(model, mode)
+        with model.disable_adapter():
+            found["none"] = texts_of(model, mode)
+        model.merge_adapter()
+        found["two, merged"] = texts_of(model, mode)
+        model.unmerge_adapter()
+        found["two, unmerged"] = texts_of(model, mode)
+        model.set_adapter("one")
+        found["one again"] = texts_of(model, mode)
+        return found
+
+    found, counted = both_ways(model, call)
+    assert num_different(found) == 3
+    assert found["one"] == found["one again"] and found["two"] == found["two, merged"] == found["two, unmerged"]
+    assert counted == (6 * NEW, 0, {})
+
+
+@EACH_MODE
+def test_peft_of_a_model_that_is_enabled(mode):
+    """A model gets adapters, a mixture of them, and loses them, while it is enabled."""
+
+    def call(is_enabled):
+        base, found = llama(), {}
+        if is_enabled:
+            enable(base)
+        found["plain"] = texts_of(base, mode)
+        model = peft.get_peft_model(base, adapter("lora"), adapter_name="one").eval()
+        found["one"] = texts_of(model, mode)
+        model.add_adapter("two", adapter("lora"))
+        model.base_model.set_adapter(["one", "two"])
+        found["one and two"] = texts_of(model.eval(), mode)
+        model.add_weighted_adapter(["one", "two"], [0.5, 0.2], "mixed", combination_type="linear")
+        model.set_adapter("mixed")
+        found["mixed"] = texts_of(model.eval(), mode)
+        found["unloaded"] = texts_of(model.unload(), mode)
+        disable(base)
+        return found
+
+    expected = call(False)
+    stats(reset=True)
+    found = call(True)
+    assert found == expected
+    assert num_different(found) == 4 and found["plain"] == found["unloaded"]
+    assert stats(reset=True) == (5 * NEW, 0, {})
+
+
+def test_peft_of_what_is_saved(tmp_path):
+    """A copy that is loaded is not enabled."""
+    model = peft.get_peft_model(llama(), adapter("lora")).eval()
+    with fused_decoding(model):
+        model.save_pretrained(tmp_path)
+        loaded = peft.PeftModel.from_pretrained(llama(), tmp_path).eval()
+        stats(reset=True)
+        expected = texts_of(loaded, "greedy")
+        assert stats(reset=True) == (0, 0, {})
+        assert texts_of(model, "greedy") == expected != texts_of(llama(), "greedy")
+        assert stats(reset=True) == (NEW, 0, {})
+    _, counted = both_ways(loaded, lambda: texts_of(loaded, "beams"))
+    assert counted == (NEW, 0, {})
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampling"])
+def test_peft_with_an_adapter_for_each_text(mode):
+    model = peft.get_peft_model(llama(), adapter("lora"), adapter_name="one").eval()
+    _, counted = both_ways(model, lambda: texts_of(model, mode, adapter_names=["one", "__base__"]))
+    # PEFT tells its layers whose text is in which row by hooks.
+    assert counted == (0, NEW, {"a forward hook of a Linear": 1})
+
+
+@EACH_MODE
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+def test_peft_of_prompts(kind, mode):
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    _, counted = both_ways(model, lambda: texts_of(model, mode))
+    # PEFT puts the learned prompt before the text in a preparation of its own.
+    reason = "prepare_inputs_for_generation() of a LlamaForCausalLM that has been replaced"
+    assert counted == (0, NEW, {reason: 1})
+
+
+# lm-eval
+
+PROMPTS = ["w5 w6 w7", "w8", "w9 w10", "w11 w4 w5 w6", "w7 w7"]
+
+
+def evaluated(model) -> HFLM:
+    return HFLM(pretrained=model, tokenizer=word_tokenizer(), batch_size=2, device="cpu", max_length=64)
+
+
+def answers(evaluator: HFLM, **options) -> list[str]:
+    torch.manual_seed(7)
+    arguments = {"max_gen_toks": NEW, **options}
+    requests = [Instance("generate_until", {}, (prompt, dict(arguments)), i) for i, prompt in enumerate(PROMPTS)]
+    return evaluator.generate_until(requests, disable_tqdm=True)
+
+
+def piece(text: str) -> str:
+    """Two words, to stop there."""
+    return " ".join(text.split()[4:6])
+
+
+@EACH_MODE
+def test_lm_eval(mode):
+    """For each stop sequence there is a criterion that keeps what it has seen. It ends a batch once all texts have that sequence."""
+    model = llama()
+    evaluator, options = evaluated(model), MODES[mode] | ({"temperature": 0.8} if mode == "sampling" else {})
+    whole_texts, counted = both_ways(model, lambda: answers(evaluator, **options))
+    # Five texts in batches of two.
+    assert counted == (3 * NEW, 0, {})
+    # The shortest prompt is the last one, in a batch by itself.
+    last = PROMPTS.index("w8")
+    stops = [piece(whole_texts[0]), piece(whole_texts[last])]
+    texts, counted = both_ways(model, lambda: answers(evaluator, until=stops, **options))
+    assert texts[last].split() == whole_texts[last].split()[:4]
+    # The criterion reads as many rows as there are texts, and so one of three beams, which is not the best one at first.
+    assert counted == (2 * NEW + (7 if mode == "beams" else 6), 0, {})
+
+
+def test_lm_eval_of_a_task():
+    model = llama()
+    evaluator = evaluated(model)
+    first, *_ = whole_texts = answers(evaluator)
+    config = {
+        "task": "words",
+        "custom_dataset": lambda **_: {
+            "test": Dataset.from_list([{"question": each, "answer": first} for each in PROMPTS])
+        },
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": [piece(whole_texts[1])], "max_gen_toks": NEW, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+
+    def call():
+        results = lm_eval.simple_evaluate(evaluator, tasks=[ConfigurableTask(config=config)], bootstrap_iters=0)
+        return results["results"]["words"]["exact_match,none"], [each["resps"] for each in results["samples"]["words"]]
+
+    (score, _), counted = both_ways(model, call)
+    assert score == 1 / len(PROMPTS)
+    # The last batch is the text that has the stop sequence.
+    assert counted == (2 * NEW + 6, 0, {})
+
+
+def test_lm_eval_in_mixed_precision():
+    model = llama()
+    evaluator = HFLM(
+        pretrained=model,
+        tokenizer=word_tokenizer(),
+        batch_size=2,
+        device="cpu",
+        max_length=64,
+        mixed_precision_dtype="bfloat16",
+    )
+    _, counted = both_ways(model, lambda: answers(evaluator))
+    assert counted == (0, 3 * NEW, {"autocast": 3})
+
+
+# Pipelines of transformers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 2, "return_full_text": False},
+    ],
+    ids=str,
+)
+def test_text_generation(options):
+    model = llama()
+    write = pipeline("text-generation", model=model, tokenizer=word_tokenizer())
+
+    def call():
+        torch.manual_seed(7)
+        return write(PROMPTS, batch_size=2, max_new_tokens=NEW, **{"do_sample": False} | options)
+
+    found, counted = both_ways(model, call)
+    assert len(found) == len(PROMPTS)
+    assert counted == (3 * NEW, 0, {})
+
+
+def test_text_generation_with_a_stop_sequence():
+    model = llama()
+    write = pipeline("text-generation", model=model, tokenizer=word_tokenizer())
+
+    def call(**more):
+        return write(PROMPTS[0], max_new_tokens=NEW, do_sample=False, return_full_text=False, **more)[0][
+            "generated_text"
+        ]
+
+    words = call().split()
+    text, counted = both_ways(model, lambda: call(stop_sequence=words[5]))
+    assert text.split() == words[:6]
+    assert counted == (6, 0, {})
+
+
+def test_text_generation_of_a_chat():
+    model = llama()
+    write = pipeline("text-generation", model=model, tokenizer=word_tokenizer())
+    chat = [{"role": "system", "content": "w4"}, {"role": "user", "content": "w5 w6 w7"}]
+    found, counted = both_ways(model, lambda: write(chat, max_new_tokens=NEW, do_sample=False))
+    assert found[0]["generated_text"][-1]["role"] == "assistant"
+    assert counted == (NEW, 0, {})
+
+
+def test_text_generation_with_an_assistant():
+    model = llama()
+    write = pipeline("text-generation", model=model, tokenizer=word_tokenizer(), assistant_model=llama(seed=1))
+    _, counted = both_ways(model, lambda: write("w5 w6 w7", max_new_tokens=NEW, do_sample=False))
+    assert counted == (0, NEW, {"assistant_model": 1})
+
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+END, START, NO_TIMESTAMPS = "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"
+LANGUAGES, TASKS = ["<|en|>", "<|de|>"], ["<|translate|>", "<|transcribe|>"]
+SPECIAL = [END, START, *LANGUAGES, *TASKS, "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", NO_TIMESTAMPS]
+# Of a piece of sound of one second, the last of all tokens.
+TIMESTAMPS = [f"<|{i * 0.02:.2f}|>" for i in range(51)]
+ID_OF = {token: i for i, token in enumerate((*BYTES, *SPECIAL, *TIMESTAMPS))}
+RATE = 16_000
+
+
+def whisper() -> WhisperForConditionalGeneration:
+    """It hears one second at a time."""
+    torch.manual_seed(0)
+    sizes = {
+        f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in (("layers", 2), ("attention_heads", 4))
+    }
+    config = WhisperConfig(
+        vocab_size=len(ID_OF),
+        d_model=32,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        num_mel_bins=8,
+        max_source_positions=50,
+        max_target_positions=64,
+        init_std=0.3,
+        decoder_start_token_id=ID_OF[START],
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), ID_OF[END]),
+        **sizes,
+    )
+    model = WhisperForConditionalGeneration(config).eval()
+    # With the embedding of the tokens that are read a token would choose itself.
+    head = torch.nn.Linear(config.d_model, config.vocab_size, bias=False)
+    torch.nn.init.normal_(head.weight, std=0.5)
+    model.set_output_embeddings(head)
+    options = model.generation_config
+    options.no_timestamps_token_id, options.max_initial_timestamp_index = ID_OF[NO_TIMESTAMPS], 25
+    options.is_multilingual, options.lang_to_id = True, {each: ID_OF[each] for each in LANGUAGES}
+    options.task_to_id = {each.strip("<|>"): ID_OF[each] for each in TASKS}
+    options.prev_sot_token_id = ID_OF["<|startofprev|>"]
+    options.alignment_heads = [[0, 0], [1, 1]]
+    options.max_length = 40
+    options.begin_suppress_tokens, options.suppress_tokens = [ID_OF[END]], [ID_OF["<|startoflm|>"]]
+    return model
+
+
+def recognizer(model):
+    tokenizer = WhisperTokenizer(vocab={each: ID_OF[each] for each in BYTES}, merges=[], pad_token=END)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.add_tokens(TIMESTAMPS)
+    assert tokenizer.get_vocab() == ID_OF
+    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=1, sampling_rate=RATE)
+    return pipeline("automatic-speech-recognition", model=model, tokenizer=tokenizer, feature_extractor=extractor)
+
+
+def noise(seconds: float) -> np.ndarray:
+    """It grows louder."""
+    length = int(seconds * RATE)
+    drawn = np.random.default_rng(0).normal(size=length).astype(np.float32)
+    return drawn * np.linspace(0.1, 1, length, dtype=np.float32)
+
+
+# As users of long sounds set them: each piece is read again with draws where its text is improbable or repeats itself.
+FALLBACK = {
+    "num_beams": 1,
+    "temperature": (0.0, 0.4, 0.8),
+    "compression_ratio_threshold": 1.35,
+    "logprob_threshold": -1.0,
+    "no_speech_threshold": 0.6,
+    "condition_on_prev_tokens": True,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # The pipeline's own five beams.
+        {"return_timestamps": True},
+        {"return_timestamps": True, "return_language": True, "generate_kwargs": {"num_beams": 1}},
+        {"return_timestamps": True, "generate_kwargs": {"language": "de", "task": "translate", "num_beams": 1}},
+        {"return_timestamps": True, "generate_kwargs": FALLBACK},
+        # The pipeline itself cuts the sound, and reads pieces in batches.
+        {"chunk_length_s": 1},
+        {"chunk_length_s": 1, "batch_size": 2, "return_timestamps": True, "generate_kwargs": {"num_beams": 1}},
+    ],
+    ids=str,
+)
+def test_speech_recognition_of_a_long_sound(options):
+    model = whisper()
+    hear, sound = recognizer(model), noise(3.3)
+
+    def call():
+        torch.manual_seed(7)
+        return hear(sound.copy(), **options)
+
+    found, counted = both_ways(model, call)
+    assert found["text"] and ("return_timestamps" not in options or len(found["chunks"]) > 1)
+    # As many as random weights write.
+    assert counted.whole > 100 and counted[1:] == (0, {})
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_length_s": 1, "batch_size": 2}], ids=str)
+def test_speech_recognition_of_words(options):
+    model = whisper()
+    hear, sound = recognizer(model), noise(3.3)
+    found, counted = both_ways(model, lambda: hear(sound.copy(), return_timestamps="word", **options))
+    assert len(found["chunks"]) > 1
+    # When words were said is read from attentions.
+    assert counted.whole == 0 < counted.stock and counted.reasons.keys() == {"output_attentions"}
+
+
+# smolagents
+
+
+@pytest.fixture
+def agents_model(tmp_path) -> smolagents.TransformersModel:
+    llama().save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    model = smolagents.TransformersModel(str(tmp_path), max_new_tokens=NEW)
+    # Where generate() fails in its thread, a stream would be waited for without end.
+    model.streamer.timeout = 60
+    return model
+
+
+MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "w5 w6 w7"}]}]
+
+
+@EACH_MODE
+def test_smolagents(agents_model, mode):
+    """Its criterion gathers the text, one call after another."""
+
+    def call(**more):
+        torch.manual_seed(7)
+        found = agents_model.generate(MESSAGES, **MODES[mode], **more)
+        return found.content, found.token_usage.output_tokens
+
+    (text, _), counted = both_ways(agents_model.model, call)
+    assert counted == (NEW, 0, {})
+    stop = text.split()[5]
+    (_, length), counted = both_ways(agents_model.model, lambda: call(stop_sequences=[stop]))
+    # Of several beams it reads the first one, whatever text that has.
+    assert length == 6 or mode == "beams"
+    assert counted == (length, 0, {})
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampling"])
+def test_smolagents_streaming(agents_model, mode):
+    """From a thread that has entered no block."""
+
+    def call(**more):
+        torch.manual_seed(7)
+        return [each.content for each in agents_model.generate_stream(MESSAGES, **MODES[mode], **more)]
+
+    parts, counted = both_ways(agents_model.model, call)
+    assert counted == (NEW, 0, {})
+    _, counted = both_ways(agents_model.model, lambda: call(stop_sequences=[parts[5].strip()]))
+    assert counted == (6, 0, {})
+
+
+def test_smolagents_agent(agents_model):
+    """Two steps, whose texts are no code, and an answer."""
+
+    def call():
+        agent = smolagents.CodeAgent(tools=[], model=agents_model, max_steps=2, verbosity_level=0)
+        answer = agent.run("w5 w6 w7")
+        return [answer, *(str(each.model_output) for each in agent.memory.steps[1:])]
+
+    found, counted = both_ways(agents_model.model, call)
+    assert all(found)
+    assert counted == (3 * NEW, 0, {})
