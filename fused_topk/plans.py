@@ -306,11 +306,11 @@ class SamplePlan(NamedTuple):
 
 def sample_result(problem: SampleProblem) -> Sample:
     """New uninitialised tensors for the result, with one leading dimension: the rows."""
-    logits, num_samples, logprobs = problem.rows.logits, problem.num_samples, problem.logprobs
+    logits, num_samples, k = problem.rows.logits, problem.num_samples, problem.topk
     rows, device, dtype = math.prod(logits.shape[:-1]), logits.device, result_dtype(logits.dtype)
     topk = None
-    if logprobs:
-        topk = TopkResult.of((rows, logprobs), dtype, (rows,), dtype).empty(device)
+    if k:
+        topk = TopkResult.of((rows, k), dtype, (rows,), dtype).empty(device)
     kept = None
     if problem.kept:
         kept = Kept(
@@ -329,7 +329,7 @@ def plan_of_sample(problem: SampleProblem, backend: str | None) -> SamplePlan:
     tensors' layouts."""
     rows, *filters = problem[:7]
     layouts = (like(x) if isinstance(x, Tensor) else x for x in filters)
-    wanted = (problem.num_samples, problem.logprobs, problem.truncated, problem.kept)
+    wanted = (problem.num_samples, problem.topk, problem.truncated, problem.kept)
     return sample_plan(rows.logits.device, backend, rows.layout(), *layouts, *wanted)
 
 
@@ -338,8 +338,8 @@ def sample_plan(device: torch.device, backend: str | None, layout: RowsLayout, *
     """fields: those of :class:`SampleProblem` but the rows, the seeds, the counters and the noise, with layouts in place of
     tensors."""
     rows, filters, wanted = layout.meta(), fields[:6], fields[6:]
-    _, logprobs, *_ = wanted
-    chosen = backends.pick(device, rows.logits.dtype, max(logprobs, 1), backend)
+    _, topk, *_ = wanted
+    chosen = backends.pick(device, rows.logits.dtype, max(topk, 1), backend)
     if not len(rows.logits):
         return SamplePlan(lambda problem, out: None)
     of_rows = (x.meta() if isinstance(x, Like) else x for x in filters)

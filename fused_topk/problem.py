@@ -157,14 +157,14 @@ class Sample(NamedTuple):
 
     Attributes:
         tokens: int64 drawn tokens, shape (..., num_samples).
-        log_probs: float32 log-probabilities of these tokens, shape (..., num_samples).
+        logprobs: float32 log-probabilities of these tokens, shape (..., num_samples).
         topk: the row's best tokens with their log-probabilities, where asked for.
         kept: how many tokens might be drawn, and the log of their mass, where asked for.
         ranks: int64 ranks of the drawn tokens, shape (..., num_samples), where asked for.
     """
 
     tokens: Tensor
-    log_probs: Tensor
+    logprobs: Tensor
     topk: TopK | None
     kept: Kept | None = None
     ranks: Tensor | None = None
@@ -172,10 +172,10 @@ class Sample(NamedTuple):
 
 def changed(result: Sample, change: Callable[[Tensor], Tensor]) -> Sample:
     """The result, with `change` applied to each of its tensors."""
-    tokens, log_probs, topk, kept, ranks = result
+    tokens, logprobs, topk, kept, ranks = result
     topk = None if topk is None else TopK(*map(change, topk))
     kept = None if kept is None else Kept(*map(change, kept))
-    return Sample(change(tokens), change(log_probs), topk, kept, None if ranks is None else change(ranks))
+    return Sample(change(tokens), change(logprobs), topk, kept, None if ranks is None else change(ranks))
 
 
 class SampleProblem(NamedTuple):
@@ -197,8 +197,8 @@ class SampleProblem(NamedTuple):
     counter: int
     row_counter: Tensor | None  # int64
     num_samples: int
-    logprobs: int  # the length of Sample.topk; 0 for none
-    truncated: bool  # whether log-probabilities are relative to what is kept
+    topk: int  # the length of Sample.topk; 0 for none
+    truncated: bool  # whether the log-probabilities are relative to what is kept
     kept: bool = False  # whether there is a Sample.kept
     first_row: int = 0  # the number of the first row among all rows that share `seed`
     # (R, V) float32, contiguous: the token with the greatest log p_i - log noise_i is taken. Then num_samples is 1, and the seeds and
@@ -240,7 +240,7 @@ class RouterProblem(NamedTuple):
     groups: int  # of adjacent experts, of equal size
     topk_groups: int  # groups that are kept; together they have at least k experts
     group_score: str  # "top2" or "max"
-    normalize: bool
+    renormalize: bool
     scale: float
 
 

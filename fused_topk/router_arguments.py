@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def check_router(
     groups: Any,
     topk_groups: Any,
     group_score: Any,
-    normalize: Any,
+    renormalize: Any,
     scale: Any,
 ) -> None:
     """Checks all arguments that are no tensors."""
@@ -42,10 +43,14 @@ def check_router(
             f"`topk_groups` groups must have at least k={k} experts, got topk_groups={topk_groups} with {experts // groups} "
             "experts each; keep more groups"
         )
-    check_flags(normalize=normalize)
+    check_flags(renormalize=renormalize)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"`scale` must be a number, got {type(scale).__name__}; use float(scale)")
-    if index_dtype not in INDEX_DTYPES:
+    if isinstance(scale, int) and abs(scale) > sys.float_info.max:
+        raise ValueError(
+            f"`scale` must be at most {sys.float_info.max:.3g}, got {str(scale)[:20]}...; scale the weights"
+        )
+    if not isinstance(index_dtype, torch.dtype) or index_dtype not in INDEX_DTYPES:
         raise TypeError(
             f"`index_dtype` must be torch.int64 or torch.int32, got {index_dtype}; convert the experts with .to()"
         )

@@ -25,7 +25,7 @@ _LENGTHS = (torch.int32, torch.int64)
 
 def check_rows(
     logits: Any,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     *,
@@ -50,14 +50,14 @@ def check_rows(
 
 
 def plain_rows(
-    logits: Any, temperature: Any = None, mask: Any = None, lengths: Any = None, out: Sequence[Any] = ()
+    logits: Any, temperature: Any = 1.0, mask: Any = None, lengths: Any = None, out: Sequence[Any] = ()
 ) -> LogitRows | None:
     """The rows of a call that needs no dispatcher of torch, by quick checks: the plan of their layout makes all other checks. The
     tensors are as the user gives them, and not broadcast. None if an argument may need more than that; check_rows() then decides.
     out: tensors that the call writes."""
     if type(logits) is not Tensor:
         return None
-    if temperature is None and mask is None and lengths is None and not out:
+    if type(temperature) is float and temperature == 1.0 and mask is None and lengths is None and not out:
         # The plainest call has a path of its own: for a short row, looking at the optional arguments would show.
         return None if need_dispatcher(logits) else tuple.__new__(LogitRows, (logits, 1.0, None, None, None))
     number, row_temperature = 1.0, None
@@ -70,7 +70,7 @@ def plain_rows(
         if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
             return None
         number = float(temperature)
-    elif temperature is not None:
+    else:
         return None
     if mask is not None and (type(mask) is not Tensor or mask.device != logits.device):
         return None
@@ -87,12 +87,11 @@ def plain_rows(
     return tuple.__new__(LogitRows, (logits, number, row_temperature, mask, lengths))
 
 
-def check_temperature(temperature: float | Tensor | None, logits: Tensor, dtype: torch.dtype) -> Scale:
+def check_temperature(temperature: float | Tensor, logits: Tensor, dtype: torch.dtype) -> Scale:
     """The temperature of all rows, or that of each row with shape logits.shape[:-1]."""
-    if temperature is None:
-        return Scale()
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
-        raise TypeError(f"`temperature` must be a number or a tensor, got {type(temperature).__name__}; use float(...)")
+        remedy = "leave it out for 1.0" if temperature is None else "use float(...)"
+        raise TypeError(f"`temperature` must be a number or a tensor, got {type(temperature).__name__}; {remedy}")
     if not isinstance(temperature, Tensor):
         if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
             raise ValueError(

@@ -163,7 +163,7 @@ ARGUMENTS = {
     # What is wanted.
     "k": Argument(_PLAIN, lambda case: {"all": V}, **_INT, wrong_value=(0, -1, 2**70, beyond)),
     "normalize": Argument(_PLAIN, lambda case: {x: x for x in ("topk", "all")}, (None, 1), ("none",)),
-    "values": Argument(_PLAIN, lambda case: {x: x for x in ("log_softmax", "logits")}, (None, 1), ("state",)),
+    "kind": Argument(_PLAIN, lambda case: {x: x for x in ("log_softmax", "logits")}, (None, 1), ("state",)),
     "targets": Argument(
         "groups dtensors gradients devices errors", lambda case: {"several": case.targets(3), "one": case.targets()},
         **_tensor(lambda x: x[:1], lambda x: x.unsqueeze(-1).expand(*x.shape, 0), lambda x: torch.full_like(x, V), dtype=torch.int32),
@@ -185,8 +185,8 @@ ARGUMENTS = {
     "generator": Argument("groups errors", lambda case: {"of 5": GeneratorOf(5)}, (3, "0", torch.tensor(1))),
     "noise": Argument("gradients devices errors", lambda case: {"exponential": -case._replace(lead=(*case.lead, V)).random(0.01, 0.99).log()}, **_tensor(lambda x: x[..., 1:], lambda x: x[0])),
     "num_samples": Argument("groups gradients errors", lambda case: {"3": 3}, **_INT, wrong_value=(0, 2**31)),
-    "logprobs": Argument("groups gradients errors", lambda case: {"5": 5}, **_INT, wrong_value=(-1, V + 1)),
-    "truncated_log_probs": Argument("groups gradients errors", lambda case: {"yes": True}, **_FLAG),
+    "topk": Argument("groups gradients errors", lambda case: {"5": 5}, **_INT, wrong_value=(-1, V + 1)),
+    "logprobs": Argument("groups gradients errors", lambda case: {"kept": "kept"}, (None, 5), ("none",)),
     "kept": Argument("groups gradients errors", lambda case: {"yes": True}, **_FLAG),
     "ranks": Argument("gradients errors", lambda case: {"yes": True}, **_FLAG),
     # Where.
@@ -208,7 +208,7 @@ ARGUMENTS = {
         f"{name}.k": Argument(_PLAIN, lambda case: {"all": case.lead[-1] * V}, **_INT, wrong_value=(0, -1, 2**70, beyond))
         for name in ("beam_topk", "distributed.beam_topk")
     },
-    "router_topk.normalize": Argument(_PLAIN, lambda case: {"yes": True}, **_FLAG),
+    "router_topk.renormalize": Argument(_PLAIN, lambda case: {"yes": True}, **_FLAG),
     "router_topk.k": Argument(_PLAIN, lambda case: {"7": 7}, **_INT, wrong_value=(0, V + 1)),
     "warm_up.normalize": Argument("errors", lambda case: {}, (None, 1), ("none",)),
     "warm_up.k": Argument("errors", lambda case: {}, ("2", 2.0, True), (0, V + 1)),

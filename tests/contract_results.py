@@ -35,7 +35,7 @@ def call(name: str, given: dict[str, Any], backend: Any = None) -> list[Tensor]:
 
 def parts_of(given: dict[str, Any]) -> list[fused_topk.TopKState]:
     """The states of two parts of a row, which hold their own k best."""
-    made, how = given["logits"], {"temperature": given.get("temperature"), "k": max(given["k"], K)}
+    made, how = given["logits"], {"temperature": given.get("temperature", 1.0), "k": max(given["k"], K)}
     return [fused_topk.topk_state(made[..., :_CUT], **how), fused_topk.topk_state(made[..., _CUT:], start=_CUT, **how)]
 
 
@@ -120,7 +120,7 @@ def exact(name: str, given: dict[str, Any]) -> list[Tensor]:
         m = base.gather(-1, order[..., :1] if base is counted else base.detach().max(-1, keepdim=True).indices)
         return [best, indices + given.get("start", 0), m.squeeze(-1), ((base - m) / t).exp().sum(-1)]
     values = best
-    kind = given.get("values", "softmax") if name == "merge_topk" else name.removeprefix("linear_")
+    kind = given.get("kind", "softmax") if name == "merge_topk" else name.removeprefix("linear_")
     if kind not in ("topk", "logits"):
         is_of_k = given.get("normalize") == "topk"
         values = best / t - ((best / t).logsumexp(-1, keepdim=True) if is_of_k else logsumexp.unsqueeze(-1))

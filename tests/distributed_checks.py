@@ -71,7 +71,7 @@ def masks_and_temperatures(rank: int, size: int) -> None:
     mask[3] = torch.arange(320) == 319
     words = [32 * i for i in range(1, size)]
     for normalize, is_packed, t in itertools.product(
-        ("allowed", "all", "topk"), (False, True), (None, 0.7, torch.linspace(0.3, 2.0, 6))
+        ("allowed", "all", "topk"), (False, True), (1.0, 0.7, torch.linspace(0.3, 2.0, 6))
     ):
         own = columns(mask, rank, size, words)
         settings = {"normalize": normalize, "temperature": t}
@@ -191,8 +191,8 @@ def calls_that_come_to_differ_are_errors_everywhere(rank: int, size: int) -> Non
                 {"kept": True},
                 {"top_k": 5},
                 {"top_k": 5, "top_p": 0.5},
-                {"top_k": 5, "logprobs": 80},
-                {"top_k": 5, "truncated_log_probs": True},
+                {"top_k": 5, "topk": 80},
+                {"top_k": 5, "logprobs": "kept"},
                 {"top_p": 0.9},
             )
         ],
@@ -245,7 +245,7 @@ def arguments(rank: int, size: int) -> None:
     raises(ValueError, nothing, lambda: distributed.softmax_topk(logits[..., :0], 1))
     raises(ValueError, nothing, lambda: distributed.sample(logits[..., :0], seed=0))
     raises(ValueError, nothing, lambda: distributed.sample(logits[..., :0], seed=0, top_k=2))
-    assert distributed.sample(logits, seed=0, logprobs=np.int64(0)).topk is None
+    assert distributed.sample(logits, seed=0, topk=np.int64(0)).topk is None
     raises(
         ValueError,
         "`group` must contain this process",

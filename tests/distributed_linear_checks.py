@@ -71,7 +71,7 @@ def settings_of_a_head(rank: int, size: int) -> None:
     logits = exact_logits(hidden, weight, bias)
     mask = random_mask(6, 301, share=0.5).view(2, 3, 301)
     mask[0, 1] = False
-    temperatures = (None, 0.7, torch.linspace(0.3, 2.0, 6).view(2, 3))
+    temperatures = (1.0, 0.7, torch.linspace(0.3, 2.0, 6).view(2, 3))
     for normalize, temperature in itertools.product(("allowed", "all", "topk"), temperatures):
         settings = {"normalize": normalize, "temperature": temperature}
         for entry in ("linear_softmax_topk", "linear_log_softmax_topk"):
@@ -163,7 +163,7 @@ def gradients_of_a_head(rank: int, size: int) -> None:
         return total + 3 * found.target_logprobs.where(found.target_logprobs.isfinite(), 0.0).sum()
 
     for entry, normalize, temperature, with_mask in itertools.product(
-        ENTRIES, ("allowed", "all", "topk"), (None, 0.7), (False, True)
+        ENTRIES, ("allowed", "all", "topk"), (1.0, 0.7), (False, True)
     ):
         settings = {} if entry == "linear_topk" else {"normalize": normalize, "temperature": temperature}
         whole = [x.clone().requires_grad_() for x in (hidden, weight, bias)]

@@ -50,12 +50,12 @@ def what_the_unsharded_call_gives(rank: int, size: int) -> None:
     for name in ("whole", "hot", "top_k", "usual", "min_p", "top_p_of_almost_all"):
         for asked in names:
             for own_mask in (None, columns(mask, rank, size, cuts), packed(columns(mask, rank, size, cuts))):
-                settings = {**SETTINGS[name], **asked, "num_samples": 4, "logprobs": 3}
-                settings["truncated_log_probs"] = name != "hot"
+                settings = {**SETTINGS[name], **asked, "num_samples": 4, "topk": 3}
+                settings["logprobs"] = "kept" if name != "hot" else "model"
                 got = distributed.sample(columns(logits, rank, size, cuts), mask=own_mask, **settings)
                 want = fused_topk.sample(logits, mask=None if own_mask is None else mask, **settings)
                 assert torch.equal(got.tokens, want.tokens), (name, asked)
-                torch.testing.assert_close(got.log_probs, want.log_probs, rtol=0, atol=5e-6, equal_nan=True)
+                torch.testing.assert_close(got.logprobs, want.logprobs, rtol=0, atol=5e-6, equal_nan=True)
                 assert torch.equal(got.topk.indices, want.topk.indices)
                 torch.testing.assert_close(got.topk.values, want.topk.values, rtol=0, atol=2e-6, equal_nan=True)
     # More than a list has, by a seed of all rows.
@@ -117,14 +117,14 @@ def special_rows(rank: int, size: int) -> None:
                 call = {
                     "temperature": temperature,
                     "seed": 1,
-                    "truncated_log_probs": is_truncated,
+                    "logprobs": "kept" if is_truncated else "model",
                     "kept": True,
                     **settings,
                 }
                 got = distributed.sample(columns(logits, rank, size, cuts), **call)
                 want = fused_topk.sample(logits, **call)
                 assert torch.equal(got.tokens, want.tokens), settings
-                torch.testing.assert_close(got.log_probs, want.log_probs, rtol=0, atol=5e-6, equal_nan=True)
+                torch.testing.assert_close(got.logprobs, want.logprobs, rtol=0, atol=5e-6, equal_nan=True)
                 assert torch.equal(got.kept.counts, want.kept.counts), settings
                 torch.testing.assert_close(got.kept.logsumexp, want.kept.logsumexp, rtol=0, atol=5e-6, equal_nan=True)
 

@@ -44,7 +44,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def problem_of(
-    entry: str, logits: Tensor, k: int, *, temperature=None, mask: Tensor | None = None, normalize: str = "allowed"
+    entry: str, logits: Tensor, k: int, *, temperature=1.0, mask: Tensor | None = None, normalize: str = "allowed"
 ) -> TopkProblem:
     """What a public function makes of its arguments."""
     lead = logits.shape[:-1]
@@ -98,7 +98,7 @@ def check(backend, entry: str, logits: Tensor, k: int, *, row_names=None, out=No
     return got
 
 
-def assert_topk(got: TopK, want: TopK, logits: Tensor, entry: str, *, temperature=None, row_names=None) -> None:
+def assert_topk(got: TopK, want: TopK, logits: Tensor, entry: str, *, temperature=1.0, row_names=None) -> None:
     """Compare with a result of `expected`; on failure, say which row, which rank, both pairs and who ties there."""
     floating = torch.float64 if logits.dtype == torch.float64 else torch.float32
     for name in TopK._fields:

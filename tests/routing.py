@@ -69,7 +69,7 @@ def random_problem(turn: int, most_experts: int = 1024, **fixed: Any) -> RouterP
         "groups": groups,
         "topk_groups": topk_groups,
         "group_score": draw.choice(["top2", "max"]),
-        "normalize": draw.random() < 0.5,
+        "renormalize": draw.random() < 0.5,
         "scale": draw.choice([1.0, 2.5, 0.3]),
     }
     return RouterProblem(LogitRows(x.to(dtype), mask=mask, lengths=lengths), bias, **{**request, **fixed})
@@ -200,7 +200,7 @@ def check_row(
                 choice[last],
             )
     expected = scores[experts]
-    if p.normalize:
+    if p.renormalize:
         expected = expected / (expected.sum() + 1e-20)
     expected = expected * p.scale
     bound = [2 * slack[e] / max(abs(float(scores[e])), 1e-30) if abs(float(scores[e])) != INF else 0.0 for e in experts]
@@ -209,7 +209,7 @@ def check_row(
         if want != want or have != have or abs(want) == INF:
             assert want == have or (want != want and have != have), (want, have)
             continue
-        tolerance = (max(bound) if p.normalize else bound[i]) + 8 * 2.0**-24
+        tolerance = (max(bound) if p.renormalize else bound[i]) + 8 * 2.0**-24
         assert abs(have - want) <= tolerance * abs(want) + 1e-18, (i, want, have)
 
 

@@ -355,7 +355,7 @@ def test_errors_of_heads_name_their_own_arguments():
 def test_flags_of_numpy_are_told_from_bools():
     for call in (
         lambda flag: fused_topk.sample(torch.zeros(2, 4), kept=flag),
-        lambda flag: fused_topk.router_topk(torch.zeros(2, 4), 1, normalize=flag),
+        lambda flag: fused_topk.router_topk(torch.zeros(2, 4), 1, renormalize=flag),
     ):
         with pytest.raises(TypeError, match="must be a bool, got a bool of NumPy; pass True or False"):
             call(np.bool_(True))

@@ -15,7 +15,7 @@ ENTRIES = ("softmax_topk", "log_softmax_topk", "topk")
 NORMALIZE = ("allowed", "all", "topk")
 
 
-def torch_topk(entry, logits, indices, *, temperature=None, mask=None, normalize="allowed"):
+def torch_topk(entry, logits, indices, *, temperature=1.0, mask=None, normalize="allowed"):
     """(values, logsumexp) of plain torch operations, with the chosen tokens given."""
     x = logits.double()
     x = x if temperature is None else x / (temperature.unsqueeze(-1) if torch.is_tensor(temperature) else temperature)
@@ -38,7 +38,7 @@ def distinct(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("normalize", NORMALIZE)
-@pytest.mark.parametrize("temperature", [None, 0.7, "rows"], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"], ids=str)
 @pytest.mark.parametrize("mask", [None, "bool", "packed"], ids=str)
 def test_row_topk_gradcheck(entry, normalize, temperature, mask):
     settings = {}
@@ -61,7 +61,7 @@ def test_row_topk_gradcheck(entry, normalize, temperature, mask):
 
 
 @pytest.mark.parametrize("normalize", ["allowed", "all"])
-@pytest.mark.parametrize("temperature", [None, 0.7, "rows"], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"], ids=str)
 @pytest.mark.parametrize("mask", [None, "bool", "packed"], ids=str)
 def test_beam_topk_gradcheck(normalize, temperature, mask):
     scores = torch.tensor([[0.1, -1.3], [0.7, 0.25]], dtype=torch.float64, requires_grad=True)
@@ -323,7 +323,7 @@ def test_gradient_of_parts_of_which_one_has_no_finite_logit(backend, entry, empt
             parts = [
                 backend("topk_state", part, 5, start=30 * i, **settings) for i, part in enumerate(logits.split(30, -1))
             ]
-            found = backend("merge_topk", parts, 5, values=values, **settings)
+            found = backend("merge_topk", parts, 5, kind=values, **settings)
         else:
             found = backend(entry, logits, 5, **settings)
         (found.values.square().sum() + found.logsumexp.sum()).backward()

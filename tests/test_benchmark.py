@@ -331,7 +331,7 @@ def test_peers_draw_from_what_the_filters_keep():
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * 3
     for sampling, parameters in suites.SAMPLING.items():
         case = Case(4, 300, 50, "fp32", sampling=sampling)
-        got = fused_topk.sample(logits.repeat(2000, 1), truncated_log_probs=True, **parameters)
+        got = fused_topk.sample(logits.repeat(2000, 1), logprobs="kept", **parameters)
         for name in ("torch", "transformers"):
             drawn = PEERS[name].make(case, CPU)(logits.repeat(2000, 1))
             counts = [tokens.view(2000, 4)[:, 0].bincount(minlength=300) / 2000 for tokens in (got.tokens, drawn)]
@@ -345,7 +345,7 @@ def test_check_of_draws_sees_what_is_wrong():
     others = expected._replace(tokens=(expected.tokens + 1) % 60)
     assert "5 of 5 rows" in check.sample_error(logits, others, expected)
     assert "out of range" in check.sample_error(logits, expected._replace(tokens=expected.tokens + 60), expected)
-    assert "log-prob" in check.sample_error(logits, expected._replace(log_probs=expected.log_probs + 1e-3), expected)
+    assert "log-prob" in check.sample_error(logits, expected._replace(logprobs=expected.logprobs + 1e-3), expected)
     assert "shape" in check.sample_error(logits, expected._replace(tokens=expected.tokens[:, 0]), expected)
 
 

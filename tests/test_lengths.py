@@ -86,10 +86,10 @@ def test_draws(backend, filters, temperature, vocab_size, masked):
     with_nan, hidden = ragged(lengths, vocab_size)
     mask = random_mask(*hidden.shape, device=backend.device, share=0.7) if masked else None
     run = functools.partial(fused_topk.sample, backend=backend.name, temperature=temperature, mask=mask, **filters)
-    got = run(with_nan, lengths=lengths, seed=3, num_samples=4, logprobs=9)
-    want = run(hidden, seed=3, num_samples=4, logprobs=9)
+    got = run(with_nan, lengths=lengths, seed=3, num_samples=4, topk=9)
+    want = run(hidden, seed=3, num_samples=4, topk=9)
     assert torch.equal(got.tokens, want.tokens)
-    same(got.log_probs, want.log_probs)
+    same(got.logprobs, want.logprobs)
     assert_same(got.topk, want.topk)
     assert (got.tokens < lengths.clamp(min=1).unsqueeze(-1)).all() or masked
 

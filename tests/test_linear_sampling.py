@@ -31,7 +31,7 @@ def in_blocks(monkeypatch, rows: int | None) -> None:
 
 def check(got: fused_topk.Sample, want: fused_topk.Sample) -> None:
     assert torch.equal(got.tokens, want.tokens)
-    torch.testing.assert_close(got.log_probs, want.log_probs, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(got.logprobs, want.logprobs, rtol=0, atol=0, equal_nan=True)
     assert (got.topk is None) == (want.topk is None)
     if want.topk is not None:
         assert torch.equal(got.topk.indices, want.topk.indices)
@@ -47,19 +47,19 @@ def test_draws_are_those_of_the_whole_logits(backend, monkeypatch, name, size, d
     hidden, weight, bias = exact_head((9,), 24, 2003, dtype, backend.device)
     logits = exact_logits(hidden, weight, bias)
     in_blocks(monkeypatch, size)
-    settings = {**SETTINGS[name], "num_samples": 5, "logprobs": 3, "truncated_log_probs": name != "hot"}
+    settings = {**SETTINGS[name], "num_samples": 5, "topk": 3, "logprobs": "kept" if name != "hot" else "model"}
     for names in ({"seed": 11}, {"seed": torch.arange(9, device=backend.device) + 40, "counter": 6}):
         got = backend("linear_sample", hidden, weight, bias, **settings, **names)
-        assert got.log_probs.dtype == torch.float32
+        assert got.logprobs.dtype == torch.float32
         check(got, backend("sample", logits, **settings, **names))
 
 
 def test_float64_hidden_states_have_float64_log_probabilities(monkeypatch):
     hidden, weight, bias = exact_head(5, 24, 700, torch.float64)
     in_blocks(monkeypatch, 2)
-    got = fused_topk.linear_sample(hidden, weight, bias, seed=3, top_p=0.9, logprobs=2)
-    assert got.log_probs.dtype == got.topk.values.dtype == torch.float64
-    check(got, fused_topk.sample(exact_logits(hidden, weight, bias), seed=3, top_p=0.9, logprobs=2))
+    got = fused_topk.linear_sample(hidden, weight, bias, seed=3, top_p=0.9, topk=2)
+    assert got.logprobs.dtype == got.topk.values.dtype == torch.float64
+    check(got, fused_topk.sample(exact_logits(hidden, weight, bias), seed=3, top_p=0.9, topk=2))
 
 
 @pytest.mark.parametrize("size", BLOCKS)
@@ -70,7 +70,7 @@ def test_shapes_masks_and_names(backend, monkeypatch, size):
     mask[1, 2] = False
     in_blocks(monkeypatch, size)
     seed = torch.arange(12, device=backend.device).view(3, 4)
-    settings = {"top_k": 40, "num_samples": 2, "logprobs": 2}
+    settings = {"top_k": 40, "num_samples": 2, "topk": 2}
     for names in ({"seed": -3, "counter": seed}, {"seed": seed}, {"seed": seed[:1], "counter": 2**40}):
         for given in (None, mask, packed(mask), mask[0, 0], packed(mask[:1])):
             got = backend("linear_sample", hidden, weight, mask=given, **settings, **names)
@@ -113,10 +113,16 @@ def test_special_rows(backend, monkeypatch, size):
         logits = torch.nn.functional.linear(hidden, weight, of_all)
         for settings in ({}, {"top_k": 5}, {"top_p": 0.8, "temperature": 0.0}):
             for is_truncated in (False, True):
-                call = {"seed": 1, "mask": given, "truncated_log_probs": is_truncated, "logprobs": 2, **settings}
+                call = {
+                    "seed": 1,
+                    "mask": given,
+                    "logprobs": "kept" if is_truncated else "model",
+                    "topk": 2,
+                    **settings,
+                }
                 got = backend("linear_sample", hidden, weight, of_all, **call)
                 check(got, backend("sample", logits, **call))
-                assert got.log_probs.isnan().any()
+                assert got.logprobs.isnan().any()
 
 
 def test_generators_are_advanced_as_by_sample(backend, monkeypatch):
@@ -138,10 +144,10 @@ def test_generators_are_advanced_as_by_sample(backend, monkeypatch):
     ("rows", "vocab_size", "dtype", "settings"),
     [
         (300, 128256, "bf16", {}),
-        (70, 128256, "bf16", {"backend": "reference", "top_p": 0.9, "mask": True, "truncated_log_probs": True}),
+        (70, 128256, "bf16", {"backend": "reference", "top_p": 0.9, "mask": True, "logprobs": "kept"}),
         (40, 500000, "fp32", {"top_k": 50, "top_p": 0.9, "mask": True}),
-        pytest.param(200, 128256, "fp32", {"top_p": 0.999, "logprobs": 2000}, marks=pytest.mark.exhaustive),
-        pytest.param(50, 30000, "fp64", {"num_samples": 9000, "logprobs": 30000}, marks=pytest.mark.exhaustive),
+        pytest.param(200, 128256, "fp32", {"top_p": 0.999, "topk": 2000}, marks=pytest.mark.exhaustive),
+        pytest.param(50, 30000, "fp64", {"num_samples": 9000, "topk": 30000}, marks=pytest.mark.exhaustive),
     ],
     ids=["whole", "reference", "masked", "listed", "float64"],
 )
@@ -156,7 +162,7 @@ def test_scratch_memory(monkeypatch, rows, vocab_size, dtype, settings):
     monkeypatch.setattr(linear_sampling, "need_dispatcher", lambda *tensors: False)
     with LiveBytes() as live:
         result = fused_topk.linear_sample(hidden, weight, bias, seed=0, **settings)
-    results = [result.tokens, result.log_probs, *(result.topk or ())]
+    results = [result.tokens, result.logprobs, *(result.topk or ())]
     scratch = live.most - sum(x.nbytes for x in results)
     assert scratch <= 64 << 20
     # The counting sees the logits, and they are more than one row's.
@@ -183,11 +189,11 @@ def test_compiled_and_fake(backend, monkeypatch):
     seed = torch.arange(5, device=backend.device)
 
     def step(hidden, weight, bias, seed):
-        return backend("linear_sample", hidden, weight, bias, top_k=20, top_p=0.9, seed=seed, logprobs=2)
+        return backend("linear_sample", hidden, weight, bias, top_k=20, top_p=0.9, seed=seed, topk=2)
 
     got = torch.compile(step, fullgraph=True, backend="eager")(hidden, weight, bias, seed)
     check(got, step(hidden, weight, bias, seed))
-    assert not got.log_probs.requires_grad
+    assert not got.logprobs.requires_grad
     head = (*LogitRows(hidden), weight.detach(), bias)
     request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, False, backend.name)
     torch.library.opcheck(torch.ops.fused_topk.linear_sample.default, (*head, *request))

@@ -41,10 +41,10 @@ def states(backend, logits: Tensor, k: int, cuts: list[int], *, mask=None, start
 
 
 def merged(
-    backend, entry: str, logits: Tensor, k: int, cuts: list[int], *, temperature=None, normalize="allowed", **how
+    backend, entry: str, logits: Tensor, k: int, cuts: list[int], *, temperature=1.0, normalize="allowed", **how
 ):
     parts = states(backend, logits, k, cuts, temperature=temperature, normalize=normalize, **how)
-    return backend("merge_topk", parts, k, values=VALUES_OF[entry], temperature=temperature, normalize=normalize)
+    return backend("merge_topk", parts, k, kind=VALUES_OF[entry], temperature=temperature, normalize=normalize)
 
 
 def assert_same_state(got: TopKState, want: TopKState, tolerance: float = 0.0) -> None:
@@ -67,7 +67,7 @@ def test_merge_is_the_unsharded_call(backend, entry, dtype, cuts, k):
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
-@pytest.mark.parametrize("temperature", [None, 0.7, "rows"], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "packed"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_merge_of_masked_parts(backend, cuts, normalize, temperature, kind, dtype):
@@ -103,7 +103,7 @@ def test_normalize_topk_of_states_of_the_whole(cpu, backend_of_parts):
     ]
     want = fused_topk.log_softmax_topk(logits, 4, mask=mask, normalize="topk")
     for backend in ("cpu", "reference"):
-        got = fused_topk.merge_topk(parts, 4, values="log_softmax", normalize="topk", backend=backend)
+        got = fused_topk.merge_topk(parts, 4, kind="log_softmax", normalize="topk", backend=backend)
         torch.testing.assert_close(got.values, want.values)
         assert torch.equal(got.indices, want.indices)
 
@@ -173,7 +173,7 @@ def test_tokens_beyond_the_integers_of_float32_and_int32(backend, start):
     parts = states(backend, logits, 20, [100, 150], start=start)
     want = expected("topk", logits, 20).indices + start
     for order in itertools.permutations(parts):
-        assert torch.equal(backend("merge_topk", order, 20, values="logits").indices, want)
+        assert torch.equal(backend("merge_topk", order, 20, kind="logits").indices, want)
 
 
 @pytest.mark.parametrize("shape", [(300,), (1, 300), (2, 3, 300), (2, 1, 4, 300), (0, 300), (3, 0, 300)], ids=str)

@@ -21,7 +21,7 @@ def stacked(parts: list[TopKState]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("normalize", ["allowed", "all"])
-@pytest.mark.parametrize("temperature", [None, 0.7, "rows"], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"], ids=str)
 @pytest.mark.parametrize("is_masked", [False, True], ids=["plain", "masked"])
 def test_topk_state_gradcheck(normalize, temperature, is_masked):
     mask = random_mask(2, 7, share=0.6) if is_masked else None
@@ -37,7 +37,7 @@ def test_topk_state_gradcheck(normalize, temperature, is_masked):
 
 @pytest.mark.parametrize("values", ["softmax", "log_softmax", "logits", "state"])
 @pytest.mark.parametrize("normalize", ["allowed", "topk"])
-@pytest.mark.parametrize("temperature", [None, 0.7, "rows"], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"], ids=str)
 def test_merge_gradcheck(values, normalize, temperature):
     """With respect to the candidates and to (m, d) of every part, as if these were independent."""
     t = torch.tensor([0.6, 1.7], dtype=torch.float64) if temperature == "rows" else temperature
@@ -50,7 +50,7 @@ def test_merge_gradcheck(values, normalize, temperature):
                 fused_topk.merge_states(live, 4, temperature=t)[:4:2]
                 + fused_topk.merge_states(live, 4, temperature=t)[3:]
             )
-        result = fused_topk.merge_topk(live, 4, values=values, temperature=t, normalize=normalize)
+        result = fused_topk.merge_topk(live, 4, kind=values, temperature=t, normalize=normalize)
         return result.values, result.logsumexp
 
     inputs = [x.clone().requires_grad_() for part in parts for x in (part.logits, part.m, part.d)]
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_unsharded_call(backend, entry, normalize):
         x = logits.clone().requires_grad_()
         if is_sharded:
             parts = states(backend, x, 5, [7, 30], mask=mask, **settings)
-            result = backend("merge_topk", parts, 5, values=VALUES_OF[entry], **settings)
+            result = backend("merge_topk", parts, 5, kind=VALUES_OF[entry], **settings)
         else:
             result = backend(entry, x, 5, mask=mask, **settings)
         ((result.values * weights).sum() + 0.3 * result.logsumexp.sum()).backward()
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_unsharded_call(backend, entry, normalize):
 @pytest.mark.parametrize(
     "values", ["softmax", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("log_softmax", "logits", "state"))]
 )
-@pytest.mark.parametrize("temperature", [pytest.param(None, marks=pytest.mark.exhaustive), "rows"], ids=str)
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.exhaustive), "rows"], ids=str)
 def test_opcheck(backend, values, temperature):
     logits = random_logits(3, 40, device=backend.device).requires_grad_()
     torch.library.opcheck(
@@ -89,7 +89,7 @@ def test_opcheck(backend, values, temperature):
     )
     parts = stacked(states(backend, logits.detach(), 4, [10, 20]))
     parts = [x.requires_grad_(x.is_floating_point()) for x in parts]
-    t = torch.tensor([0.5, 1.0, 2.0], device=backend.device) if temperature else None
+    t = torch.tensor([0.5, 1.0, 2.0], device=backend.device) if temperature == "rows" else 1.0
     for lengths in (None, torch.tensor([10, 10, 20], dtype=torch.int32, device=backend.device)):
         arguments = (*parts, lengths, 6, 1.5, t, values, "allowed", backend.name)
         torch.library.opcheck(torch.ops.fused_topk.merge_parts.default, arguments)
@@ -100,7 +100,7 @@ def test_a_hidden_token_passes_on_no_gradient(backend):
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=backend.device, requires_grad=True)
     mask = torch.tensor([True, False, False, False], device=backend.device)
     state = backend("topk_state", logits, 3, mask=mask)
-    merged = fused_topk.merge_topk([state], 3, values="logits", backend=backend.name)
+    merged = fused_topk.merge_topk([state], 3, kind="logits", backend=backend.name)
     for values in (backend("topk", logits, 3, mask=mask).values, state.logits, merged.values):
         (gradient,) = torch.autograd.grad(values, logits, torch.ones_like(values), retain_graph=True)
         assert gradient.tolist() == [[1.0, 0.0, 0.0, 0.0]]
@@ -110,7 +110,7 @@ def test_a_hidden_token_passes_on_no_gradient(backend):
 def test_a_gradient_of_lists_of_one_entry_warns_of_nothing(backend):
     logits = random_logits(3, 8, device=backend.device).requires_grad_()
     parts = [backend("topk_state", part, 1, start=start) for part, start in ((logits[:, :4], 0), (logits[:, 4:], 4))]
-    fused_topk.merge_topk(parts, 1, values="logits", backend=backend.name).values.sum().backward()
+    fused_topk.merge_topk(parts, 1, kind="logits", backend=backend.name).values.sum().backward()
     assert torch.equal(logits.grad, torch.nn.functional.one_hot(logits.argmax(-1), 8).float())
 
 
@@ -133,7 +133,7 @@ def test_compile(backend, compiler):
 
     def step(logits):
         parts = states(backend, logits * 2, 5, [20, 30])
-        result = backend("merge_topk", parts, 5, values="log_softmax")
+        result = backend("merge_topk", parts, 5, kind="log_softmax")
         return result.values.square().sum() + result.logsumexp.sum(), result.indices
 
     compiled = torch.compile(step, fullgraph=True, backend=compiler)
@@ -151,7 +151,7 @@ def test_vmap_and_grad(backend):
     logits = random_logits(4, 3, 60, device=backend.device)
 
     def step(x):
-        result = backend("merge_topk", states(backend, x, 5, [20, 30]), 5, values="log_softmax")
+        result = backend("merge_topk", states(backend, x, 5, [20, 30]), 5, kind="log_softmax")
         return result.values, result.indices, result.logsumexp
 
     mapped = torch.func.vmap(step)(logits)

@@ -17,7 +17,7 @@ from oracle import DTYPES
 from routing import SCORINGS, assert_same, check_by_rules, random_problem, route
 from rows import INF, NAN, packed, random_logits, random_mask, shifted
 
-GROUPED = {"scoring": "sigmoid", "groups": 8, "topk_groups": 4, "normalize": True, "scale": 2.5}
+GROUPED = {"scoring": "sigmoid", "groups": 8, "topk_groups": 4, "renormalize": True, "scale": 2.5}
 
 
 def of_backend(p: RouterProblem, device: str) -> RouterProblem:
@@ -43,13 +43,13 @@ def test_rules(turns):
 def test_rules_see_a_wrong_result():
     """Of each rule one result that breaks it."""
     p = random_problem(
-        0, experts=64, k=8, scoring="sigmoid", groups=8, topk_groups=2, group_score="top2", normalize=True
+        0, experts=64, k=8, scoring="sigmoid", groups=8, topk_groups=2, group_score="top2", renormalize=True
     )
     p = p._replace(rows=LogitRows(random_logits(4, 64)), bias=some_bias(64))
     got = route(reference, p)
     check_by_rules(p, got)
     for others in (
-        {"bias": None}, {"group_score": "max"}, {"topk_groups": 3}, {"groups": 1, "topk_groups": 1}, {"normalize": False},
+        {"bias": None}, {"group_score": "max"}, {"topk_groups": 3}, {"groups": 1, "topk_groups": 1}, {"renormalize": False},
         {"scale": p.scale * 1.0001}, {"scoring": "softmax"}, {"scoring": "sqrtsoftplus"},
     ):  # fmt: skip
         with pytest.raises(AssertionError):
@@ -82,7 +82,7 @@ def router(backend, p: RouterProblem, index_dtype=torch.int64) -> RouterTopK:
     """The public function's result."""
     rows, bias, k, *_ = p
     settings = {
-        name: getattr(p, name) for name in ("scoring", "groups", "topk_groups", "group_score", "normalize", "scale")
+        name: getattr(p, name) for name in ("scoring", "groups", "topk_groups", "group_score", "renormalize", "scale")
     }
     # The function takes no lengths.
     hidden = rows.uncounted()
@@ -220,27 +220,27 @@ def test_empty(backend):
 
 def test_bits_do_not_depend_on_the_batch(native):
     x, bias = random_logits(3000, 256, device=native.device), some_bias(256, native.device)
-    for settings in ({"normalize": True}, GROUPED):
+    for settings in ({"renormalize": True}, GROUPED):
         whole = fused_topk.router_topk(x, 8, bias=bias, **settings, backend=native.name)
         for rows in (slice(0, 1), slice(1500, 1507)):
             part = fused_topk.router_topk(x[rows], 8, bias=bias, **settings, backend=native.name)
             assert_same(part, RouterTopK(*(each[rows] for each in whole)))
 
 
-def settings_of(scoring: str, normalize: bool) -> dict:
-    return {"scoring": scoring, "normalize": normalize, "groups": 4, "topk_groups": 2, "scale": 1.5}
+def settings_of(scoring: str, renormalize: bool) -> dict:
+    return {"scoring": scoring, "renormalize": renormalize, "groups": 4, "topk_groups": 2, "scale": 1.5}
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_gradients(scoring, normalize):
+def test_gradients(scoring, renormalize):
     """Against differences, the first and the second ones."""
     x = random_logits(2, 8, dtype=torch.float64).requires_grad_()
     bias = some_bias(8).double().requires_grad_()
     mask = random_mask(2, 8, share=0.8)
 
     def weights(x, bias, mask=None):
-        return fused_topk.router_topk(x, 3, bias=bias, mask=mask, **settings_of(scoring, normalize)).weights
+        return fused_topk.router_topk(x, 3, bias=bias, mask=mask, **settings_of(scoring, renormalize)).weights
 
     assert torch.autograd.gradcheck(weights, (x, bias))
     assert torch.autograd.gradcheck(lambda x: weights(x, None, mask), x)
@@ -269,7 +269,7 @@ def test_gradients_are_those_of_the_weights(backend, scoring):
 def test_gradients_of_extreme_rows_are_finite():
     x = torch.tensor([[-INF, -200.0, 3.0, 200.0, -90.0]]).requires_grad_()
     for scoring in SCORINGS:
-        weights = fused_topk.router_topk(x, 5, scoring=scoring, normalize=True).weights
+        weights = fused_topk.router_topk(x, 5, scoring=scoring, renormalize=True).weights
         (of_logits,) = torch.autograd.grad(weights[0, 0], x)
         assert of_logits.isfinite().all(), scoring
 

@@ -324,7 +324,7 @@ def test_each_row_has_its_own_parameters(backend, vocab_size):
     seed = torch.arange(len(logits))
     counter = torch.arange(len(logits)) * 2**40
     on_device = {name: x.to(backend.device) for name, x in {**settings, "seed": seed, "counter": counter}.items()}
-    got = backend("sample", logits.to(backend.device), num_samples=9, truncated_log_probs=True, **on_device)
+    got = backend("sample", logits.to(backend.device), num_samples=9, logprobs="kept", **on_device)
     weights = kept_weights(logits, settings)
     check_draws(got.tokens.cpu(), uniforms(seed, 9, counter), weights)
     for row in range(0, len(logits), 5):
@@ -334,14 +334,14 @@ def test_each_row_has_its_own_parameters(backend, vocab_size):
             "sample",
             rows,
             num_samples=9,
-            truncated_log_probs=True,
+            logprobs="kept",
             seed=on_device["seed"][row : row + 1],
             counter=int(counter[row]),
             **one,
         )
         assert torch.equal(alone.tokens, got.tokens[row : row + 1])
         # A GPU has another kernel for rows without a filter, with another sum d. Twice the bound of oracle.py for a z of -10.
-        torch.testing.assert_close(alone.log_probs, got.log_probs[row : row + 1], rtol=0, atol=2e-5)
+        torch.testing.assert_close(alone.logprobs, got.logprobs[row : row + 1], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -362,13 +362,13 @@ def test_what_is_kept_is_what_transformers_keeps(backend, name, vocab_size):
     stock = logits
     for warper in warpers:
         stock = warper(None, stock)
-    got = backend("sample", logits.to(backend.device), num_samples=4, truncated_log_probs=True, seed=1, **settings)
+    got = backend("sample", logits.to(backend.device), num_samples=4, logprobs="kept", seed=1, **settings)
     tokens = got.tokens.cpu()
     # Of equal tokens at the border of top-p stock keeps as many, but arbitrary ones.
     scaled = logits.gather(1, tokens).double() / settings.get("temperature", 1.0)
     expected = scaled - stock.double().logsumexp(1, keepdim=True)
     # One token more or less shows, of any that weighs 1e-5 of what is kept; so little is within rounding of top-p.
-    torch.testing.assert_close(got.log_probs.cpu().double(), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(got.logprobs.cpu().double(), expected, rtol=0, atol=2e-5)
 
 
 def test_all_that_tie_with_the_kth_are_kept(backend):
@@ -377,10 +377,10 @@ def test_all_that_tie_with_the_kth_are_kept(backend):
     logits[0, 100:200] = 0.5
     seed = torch.zeros(1, dtype=torch.int64, device=backend.device)
     for k, kept in ((1, 1), (2, 101), (101, 101), (102, 4000), (3999, 4000)):
-        got = backend("sample", logits.to(backend.device), top_k=k, seed=seed, num_samples=1, truncated_log_probs=True)
+        got = backend("sample", logits.to(backend.device), top_k=k, seed=seed, num_samples=1, logprobs="kept")
         weights = logits.double().exp().sort(descending=True).values[0, :kept]
         token = int(got.tokens)
-        assert float(got.log_probs) == pytest.approx(float(logits[0, token] - weights.sum().log()), abs=1e-5)
+        assert float(got.logprobs) == pytest.approx(float(logits[0, token] - weights.sum().log()), abs=1e-5)
 
 
 def test_top_p_of_tokens_that_tie_with_the_kth(backend):
@@ -414,7 +414,7 @@ def test_masks(backend):
             )
             check_draws(got.tokens.cpu(), uniforms(seed, 30), expected)
             own = logits.masked_fill(~mask, -INF).log_softmax(-1).gather(1, got.tokens.cpu())
-            torch.testing.assert_close(got.log_probs.cpu(), own, rtol=0, atol=2e-6)
+            torch.testing.assert_close(got.logprobs.cpu(), own, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -422,18 +422,18 @@ def test_log_probabilities(backend, name):
     settings = SETTINGS[name]
     logits = rows_of(700)[:8]
     on_device = logits.to(backend.device)
-    got = backend("sample", on_device, seed=5, num_samples=6, logprobs=3, **settings)
+    got = backend("sample", on_device, seed=5, num_samples=6, topk=3, **settings)
     own = logits.double().log_softmax(-1).gather(1, got.tokens.cpu())
-    torch.testing.assert_close(got.log_probs.cpu().double(), own, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(got.logprobs.cpu().double(), own, rtol=2e-6, atol=2e-6)
     listed = backend("log_softmax_topk", on_device, 3)
     assert torch.equal(got.topk.indices, listed.indices)
     torch.testing.assert_close(got.topk.values, listed.values, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(got.topk.logsumexp, listed.logsumexp, rtol=2e-6, atol=2e-6)
-    truncated = backend("sample", on_device, seed=5, num_samples=6, truncated_log_probs=True, **settings)
+    truncated = backend("sample", on_device, seed=5, num_samples=6, logprobs="kept", **settings)
     assert torch.equal(got.tokens, truncated.tokens) and truncated.topk is None
     weights = kept_weights(logits, settings)
     expected = (weights.gather(1, got.tokens.cpu()) / weights.sum(1, keepdim=True)).log()
-    torch.testing.assert_close(truncated.log_probs.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(truncated.logprobs.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["whole", "temperature", "top_p", "usual", "min_p"])
@@ -452,17 +452,17 @@ def test_rows_without_a_distribution(backend, name, vocab_size):
         "sample", rows.to(backend.device), mask=mask.to(backend.device), seed=0, num_samples=2, **SETTINGS[name]
     )
     assert got.tokens[:, 0].tolist() == got.tokens[:, 1].tolist() == [3, 4, 0, 2, 1, 0, 0]
-    assert bool(got.log_probs.isnan().all())
+    assert bool(got.logprobs.isnan().all())
     for settings in (SETTINGS[name], {"temperature": 0.0}):
         again = backend(
             "sample",
             rows.to(backend.device),
             mask=mask.to(backend.device),
             seed=0,
-            truncated_log_probs=True,
+            logprobs="kept",
             **settings,
         )
-        assert again.tokens[:, 0].tolist() == [3, 4, 0, 2, 1, 0, 0] and bool(again.log_probs.isnan().all())
+        assert again.tokens[:, 0].tolist() == [3, 4, 0, 2, 1, 0, 0] and bool(again.logprobs.isnan().all())
 
 
 def test_greedy_rows(backend):
@@ -473,9 +473,9 @@ def test_greedy_rows(backend):
     got = backend("sample", logits, **settings)
     best = backend("log_softmax_topk", logits, 1)
     assert bool((got.tokens[::2] == best.indices[::2]).all())
-    torch.testing.assert_close(got.log_probs[::2], best.values[::2].expand(-1, 4), rtol=2e-6, atol=2e-6)
-    truncated = backend("sample", logits, truncated_log_probs=True, **settings)
-    assert bool((truncated.log_probs[::2] == 0).all())
+    torch.testing.assert_close(got.logprobs[::2], best.values[::2].expand(-1, 4), rtol=2e-6, atol=2e-6)
+    truncated = backend("sample", logits, logprobs="kept", **settings)
+    assert bool((truncated.logprobs[::2] == 0).all())
     assert bool((got.tokens[1] != best.indices[1]).any())
 
 
@@ -487,7 +487,7 @@ def test_a_row_draws_the_same_in_any_batch(backend):
         for rows in ([3], [6, 2, 0], list(range(8, -1, -1)) * 9):
             apart = backend("sample", logits[rows], seed=seed[rows], num_samples=5, **SETTINGS[name])
             assert torch.equal(apart.tokens, together.tokens[rows])
-            assert torch.equal(apart.log_probs.view(torch.int32), together.log_probs[rows].view(torch.int32))
+            assert torch.equal(apart.logprobs.view(torch.int32), together.logprobs[rows].view(torch.int32))
 
 
 def test_a_row_draws_the_same_on_any_number_of_threads(cpu, threads):
@@ -497,10 +497,10 @@ def test_a_row_draws_the_same_on_any_number_of_threads(cpu, threads):
         drawn = []
         for count in (1, 2, 5):
             threads(count)
-            drawn.append(cpu("sample", logits, seed=torch.arange(3), num_samples=5, logprobs=2, **SETTINGS[name]))
+            drawn.append(cpu("sample", logits, seed=torch.arange(3), num_samples=5, topk=2, **SETTINGS[name]))
         for other in drawn[1:]:
             assert torch.equal(other.tokens, drawn[0].tokens) and torch.equal(other.topk.indices, drawn[0].topk.indices)
-            assert torch.equal(other.log_probs.view(torch.int32), drawn[0].log_probs.view(torch.int32))
+            assert torch.equal(other.logprobs.view(torch.int32), drawn[0].logprobs.view(torch.int32))
 
 
 def test_seeds_counters_and_streams(backend):
@@ -538,23 +538,23 @@ def test_generators_are_advanced(backend):
 def test_shapes_strides_and_empty_batches(backend):
     logits = random_logits(2, 3, 80).to(backend.device)
     seed = torch.arange(6, device=backend.device).view(2, 3)
-    flat = backend("sample", logits.view(6, 80), seed=seed.view(6), num_samples=2, top_k=7, logprobs=2)
+    flat = backend("sample", logits.view(6, 80), seed=seed.view(6), num_samples=2, top_k=7, topk=2)
     for given in (logits, torch.cat([logits, logits], -1)[..., :80], logits.mT.contiguous().mT):
-        got = backend("sample", given, seed=seed, num_samples=2, top_k=7, logprobs=2)
+        got = backend("sample", given, seed=seed, num_samples=2, top_k=7, topk=2)
         assert got.tokens.shape == (2, 3, 2) and got.topk.values.shape == (2, 3, 2)
-        assert torch.equal(got.tokens.view(6, 2), flat.tokens) and torch.equal(got.log_probs.view(6, 2), flat.log_probs)
+        assert torch.equal(got.tokens.view(6, 2), flat.tokens) and torch.equal(got.logprobs.view(6, 2), flat.logprobs)
         assert torch.equal(got.topk.indices.view(6, 2), flat.topk.indices) and got.topk.logsumexp.shape == (2, 3)
-    one = backend("sample", logits[0, 0], seed=seed[0, 0], num_samples=2, top_k=7, logprobs=2)
+    one = backend("sample", logits[0, 0], seed=seed[0, 0], num_samples=2, top_k=7, topk=2)
     assert torch.equal(one.tokens, flat.tokens[0]) and one.tokens.shape == (2,)
     assert torch.equal(one.topk.indices, flat.topk.indices[0]) and one.topk.logsumexp.shape == ()
-    none = backend("sample", logits[:0], logprobs=4)
+    none = backend("sample", logits[:0], topk=4)
     assert none.tokens.shape == (0, 3, 1) and none.topk.indices.shape == (0, 3, 4)
 
 
 def test_float64_logits_have_float64_log_probabilities():
     logits = random_logits(2, 50).double().requires_grad_()
-    got = fused_topk.sample(logits, seed=0, logprobs=2)
-    assert got.log_probs.dtype == got.topk.values.dtype == torch.float64 and not got.log_probs.requires_grad
+    got = fused_topk.sample(logits, seed=0, topk=2)
+    assert got.logprobs.dtype == got.topk.values.dtype == torch.float64 and not got.logprobs.requires_grad
 
 
 def test_compiled_and_fake(backend):
@@ -562,10 +562,10 @@ def test_compiled_and_fake(backend):
     seed = torch.arange(3, device=backend.device)
 
     def step(logits, seed):
-        return backend("sample", logits, top_k=20, top_p=0.9, seed=seed, logprobs=2)
+        return backend("sample", logits, top_k=20, top_p=0.9, seed=seed, topk=2)
 
     expected, got = step(logits, seed), torch.compile(step, fullgraph=True, backend="eager")(logits, seed)
-    assert torch.equal(expected.tokens, got.tokens) and torch.equal(expected.log_probs, got.log_probs)
+    assert torch.equal(expected.tokens, got.tokens) and torch.equal(expected.logprobs, got.logprobs)
     assert torch.equal(expected.topk.indices, got.topk.indices)
     request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, False, backend.name)
     torch.library.opcheck(torch.ops.fused_topk.sample.default, (*LogitRows(logits), None, *request))
@@ -610,14 +610,14 @@ def test_calls_by_a_plan_and_without_one_draw_the_same(backend, monkeypatch):
             for parameter, value in settings.items()
         } or {"temperature": torch.ones(2, 3, device=backend.device)}
         for names in ({"seed": seed}, {"seed": 3}, {"seed": seed, "counter": 5}, {"seed": 3, "counter": seed}):
-            for more in ({}, {"logprobs": 2, "num_samples": 3, "truncated_log_probs": True}):
+            for more in ({}, {"topk": 2, "num_samples": 3, "logprobs": "kept"}):
                 count = len(planned)
                 got = backend("sample", logits, **settings, **names, **more)
                 assert len(planned) == count + 1
                 expected = backend("sample", logits, **as_tensors, **names, **more)
                 assert len(planned) == count + 1
                 assert torch.equal(got.tokens, expected.tokens)
-                torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=0, atol=1e-6)
+                torch.testing.assert_close(got.logprobs, expected.logprobs, rtol=0, atol=1e-6)
 
 
 def test_a_plan_serves_no_argument_of_another_type():
@@ -819,15 +819,13 @@ def test_top_p_of_nothing_keeps_one_of_many_equal_tokens(backend):
     """More tie with the k-th than a list holds."""
     logits = torch.zeros(2, 64, device=backend.device)
     for settings in ({"top_p": 0.0}, {"top_p": torch.zeros(2, device=backend.device, dtype=torch.float64)}):
-        got = backend("sample", logits, top_k=1, seed=0, num_samples=8, truncated_log_probs=True, **settings)
-        assert not got.tokens.any() and not got.log_probs.any()
+        got = backend("sample", logits, top_k=1, seed=0, num_samples=8, logprobs="kept", **settings)
+        assert not got.tokens.any() and not got.logprobs.any()
 
 
 def test_numbers_of_numpy():
     logits = torch.zeros(2, 5)
-    got = fused_topk.sample(
-        logits, counter=np.int64(0), logprobs=np.int64(0), generator=torch.Generator().manual_seed(1)
-    )
+    got = fused_topk.sample(logits, counter=np.int64(0), topk=np.int64(0), generator=torch.Generator().manual_seed(1))
     assert got.topk is None and torch.equal(
         got.tokens, fused_topk.sample(logits, generator=torch.Generator().manual_seed(1)).tokens
     )

@@ -160,16 +160,16 @@ def test_a_graph_draws_what_multinomial_draws(cuda, name):
 def test_all_else_is_as_with_a_seed(backend, name):
     logits = rows_of(3000).to(backend.device)
     noise = exponential(*logits.shape).to(backend.device)
-    settings = {**SETTINGS[name], "logprobs": 3, "kept": True}
+    settings = {**SETTINGS[name], "topk": 3, "kept": True}
     for truncated in (False, True):
-        got = backend("sample", logits, noise=noise, truncated_log_probs=truncated, ranks=True, **settings)
-        other = backend("sample", logits, seed=0, truncated_log_probs=truncated, **settings)
+        got = backend("sample", logits, noise=noise, logprobs="kept" if truncated else "model", ranks=True, **settings)
+        other = backend("sample", logits, seed=0, logprobs="kept" if truncated else "model", **settings)
         for mine, others in zip((*got.topk, *got.kept), (*other.topk, *other.kept), strict=True):
             assert torch.equal(mine, others)
         x = logits.double()
         scaled = x / SETTINGS[name].get("temperature", 1.0)
         own = scaled - got.kept.logsumexp.double().unsqueeze(1) if truncated else x.log_softmax(-1)
-        torch.testing.assert_close(got.log_probs.double(), own.gather(1, got.tokens), rtol=0, atol=2e-3)
+        torch.testing.assert_close(got.logprobs.double(), own.gather(1, got.tokens), rtol=0, atol=2e-3)
         assert torch.equal(got.ranks, (x >= x.gather(1, got.tokens)).sum(1, keepdim=True))
 
 
@@ -207,7 +207,7 @@ def test_rows_without_a_draw(backend, settings):
     got = backend("sample", logits.to(backend.device), noise=noise, **given)
     other = backend("sample", logits.to(backend.device), seed=1, **given)
     assert torch.equal(got.tokens[:4], other.tokens[:4])
-    assert torch.equal(got.log_probs[:4].nan_to_num(2), other.log_probs[:4].nan_to_num(2))
+    assert torch.equal(got.logprobs[:4].nan_to_num(2), other.logprobs[:4].nan_to_num(2))
 
 
 def test_shapes_strides_and_empty_batches(backend):
@@ -260,10 +260,10 @@ def test_compiled_and_fake(backend):
     logits, noise = random_logits(3, 500).to(backend.device), exponential(3, 500).to(backend.device)
 
     def step(logits, noise):
-        return backend("sample", logits, top_k=20, top_p=0.9, noise=noise, logprobs=2)
+        return backend("sample", logits, top_k=20, top_p=0.9, noise=noise, topk=2)
 
     expected, got = step(logits, noise), torch.compile(step, fullgraph=True, backend="eager")(logits, noise)
-    assert torch.equal(expected.tokens, got.tokens) and torch.equal(expected.log_probs, got.log_probs)
+    assert torch.equal(expected.tokens, got.tokens) and torch.equal(expected.logprobs, got.logprobs)
     request = (20, None, 0.9, None, 0.0, None, 0, None, 0, None, 1, 2, False, False, backend.name)
     torch.library.opcheck(torch.ops.fused_topk.sample.default, (*LogitRows(logits), noise, *request))
 

@@ -210,7 +210,7 @@ def test_draws(filters, blocks, is_masked):
     got = draw(with_nan, FILTERS[filters], lengths=lengths, **settings)
     want = draw(hidden, FILTERS[filters], **settings)
     assert torch.equal(got.tokens, want.tokens)
-    assert torch.equal(got.log_probs.nan_to_num(7.0), want.log_probs.nan_to_num(7.0))
+    assert torch.equal(got.logprobs.nan_to_num(7.0), want.logprobs.nan_to_num(7.0))
 
 
 def check_bits(name: str, **how) -> None:

@@ -115,10 +115,10 @@ def test_blocks_do_not_change_the_winner():
             )
             for blocks in (1, 3)
         )
-        assert torch.equal(one.tokens, several.tokens) and torch.equal(one.log_probs, several.log_probs)
+        assert torch.equal(one.tokens, several.tokens) and torch.equal(one.logprobs, several.logprobs)
         weights = kept_weights(logits, SETTINGS[name])
         own = (weights / weights.sum(1, keepdim=True)).log().gather(1, one.tokens)
-        torch.testing.assert_close(one.log_probs.double(), own, rtol=0, atol=1e-4)
+        torch.testing.assert_close(one.logprobs.double(), own, rtol=0, atol=1e-4)
 
 
 def test_long_parts(monkeypatch):
@@ -157,4 +157,4 @@ def test_rows_without_a_draw():
         given = {"temperature": temperature, "top_p": top_p}
         got = draw(rows, given, noise=exponential(5, 100), num_samples=1, blocks=blocks)
         assert got.tokens[:, 0].tolist() == [3, 4, 0, int(rows[3].argmax()), int(rows[4].argmax())]
-        assert got.log_probs[:3].isnan().all()
+        assert got.logprobs[:3].isnan().all()

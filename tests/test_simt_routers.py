@@ -75,7 +75,7 @@ def test_few_experts(experts):
 def grouped(logits: torch.Tensor, mask: torch.Tensor | None = None, **settings) -> RouterProblem:
     """A request like DeepSeek-V3's."""
     experts = logits.shape[-1]
-    fields = {"k": 6, "scoring": "sigmoid", "groups": 8, "topk_groups": 4, "group_score": "top2", "normalize": True}
+    fields = {"k": 6, "scoring": "sigmoid", "groups": 8, "topk_groups": 4, "group_score": "top2", "renormalize": True}
     bias = settings.pop("bias", random_logits(experts, seed=1) / 8)
     return RouterProblem(LogitRows(logits, mask=mask), bias, **{**fields, "scale": 2.5, **settings})
 

@@ -99,7 +99,7 @@ def draw(
     of_kept = Kept(torch.empty(rows, dtype=torch.int64), torch.empty(rows)) if kept else None
     out = Sample(torch.empty(rows, num_samples, dtype=torch.int64), torch.empty(rows, num_samples), topk, of_kept)
     arrays = [Array("logits", logits, "input"), Array("tokens", out.tokens, "output")]
-    arrays.append(Array("log_probs", out.log_probs, "output"))
+    arrays.append(Array("log_probs", out.logprobs, "output"))
     arrays += [Array(f"best {i}", x, "output") for i, x in enumerate(topk or ())]
     arrays += [Array(f"kept {i}", x, "output") for i, x in enumerate(of_kept or ())]
     arrays += [
@@ -149,7 +149,7 @@ def check_case(name: str, dtype: torch.dtype, vocab_size: int, longest: int | No
     check_draws(got.tokens, uniforms(seed, 2), weights)
     check_is_kept(got.tokens, weights, settings.get("top_p"))
     own = logits.double().log_softmax(-1).gather(1, got.tokens)
-    torch.testing.assert_close(got.log_probs.double(), own, rtol=3e-6, atol=3e-6)
+    torch.testing.assert_close(got.logprobs.double(), own, rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.parametrize(("longest", "blocks"), [(None, 1), (5, 1), (5, 3)], ids=["listed", "searched", "by_blocks"])
@@ -243,7 +243,7 @@ def test_blocks_do_not_change_the_bits():
             for blocks in (1, 3)
         )
         assert torch.equal(one.tokens, several.tokens)
-        assert torch.equal(one.log_probs.view(torch.int32), several.log_probs.view(torch.int32))
+        assert torch.equal(one.logprobs.view(torch.int32), several.logprobs.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", ["whole", "usual"])
@@ -351,7 +351,7 @@ def test_rows_without_a_distribution():
         given = {"temperature": temperature, "top_p": top_p}
         got = draw(rows, given, mask=mask, truncated=truncated, blocks=blocks)
         assert got.tokens[:, 0].tolist() == [3, 4, 0, 0, int(rows[4].argmax())]
-        assert bool(got.log_probs[:4].isnan().all()) and bool(got.log_probs[4].isnan().all()) == truncated
+        assert bool(got.logprobs[:4].isnan().all()) and bool(got.logprobs[4].isnan().all()) == truncated
 
 
 def test_greedy_rows_of_the_vocabulary():
@@ -364,7 +364,7 @@ def test_greedy_rows_of_the_vocabulary():
         got = draw(logits, {"temperature": 0.0}, truncated=truncated, blocks=2)
         assert got.tokens[:, 0].tolist() == [2500, 1023, 0]
         expected = torch.zeros(3) if truncated else own.float()
-        torch.testing.assert_close(got.log_probs[:, 1], expected, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(got.logprobs[:, 1], expected, rtol=2e-6, atol=2e-6)
 
 
 def test_truncated_log_probabilities():
@@ -374,7 +374,7 @@ def test_truncated_log_probabilities():
             got = draw(logits, SETTINGS[name], truncated=True, longest=longest)
             weights = kept_weights(logits, SETTINGS[name])
             expected = (weights.gather(1, got.tokens) / weights.sum(1, keepdim=True)).log()
-            torch.testing.assert_close(got.log_probs.double(), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_numbers_are_those_of_the_reference():

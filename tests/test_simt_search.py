@@ -135,7 +135,7 @@ def search_draws(seed: int) -> None:
     is_drawn = greatest.isfinite()
     first = expected("topk", logits, 1).indices
     assert torch.equal(got.tokens[~is_drawn], first.expand_as(got.tokens)[~is_drawn])
-    assert torch.equal(got.log_probs.isnan(), ~is_drawn.unsqueeze(1).expand_as(got.log_probs))
+    assert torch.equal(got.logprobs.isnan(), ~is_drawn.unsqueeze(1).expand_as(got.logprobs))
     if is_drawn.any():
         weights = kept_weights(logits[is_drawn], settings)
         check_draws(got.tokens[is_drawn], uniforms(names, 2)[is_drawn], weights)

@@ -56,7 +56,7 @@ def sample_error(logits: Tensor, got: Sample, expected: Sample) -> str | None:
     if int(differs.sum()) > max(1, rows // 100) or bool(are_far.any()):
         return f"{int(differs.sum())} of {rows} rows draw other tokens than the reference"
     log_probs = logits.double().log_softmax(-1).gather(1, got.tokens)
-    far = _first_far(got.log_probs.flatten(), log_probs.flatten())
+    far = _first_far(got.logprobs.flatten(), log_probs.flatten())
     return None if far is None else f"log-probabilities: {far}"
 
 

@@ -52,7 +52,7 @@ def _torch_router(
     bias: Tensor | None = None,
     groups: int = 1,
     topk_groups: int = 1,
-    normalize: bool = False,
+    renormalize: bool = False,
     scale: float = 1.0,
 ) -> Function:
     """The operations of transformers' routers: MixtralTopKRouter, DeepseekV3TopkRouter, DeepseekV4TopKRouter."""
@@ -74,7 +74,7 @@ def _torch_router(
             choice = choice.masked_fill(~mask.bool(), -torch.inf)
         experts = torch.topk(choice, k=k, dim=-1, sorted=False)[1]
         weights = scores.gather(1, experts)
-        if normalize:
+        if renormalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * scale, experts
 

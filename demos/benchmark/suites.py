@@ -26,16 +26,16 @@ SAMPLING: dict[str, dict[str, float]] = {
 
 # What router_topk() is asked for, by the name of a model. "bias" stands for a float32 (experts,).
 ROUTERS: dict[str, dict[str, Any]] = {
-    "mixtral": {"normalize": True},
+    "mixtral": {"renormalize": True},
     "deepseek-v3": {
         "scoring": "sigmoid",
         "bias": True,
         "groups": 8,
         "topk_groups": 4,
-        "normalize": True,
+        "renormalize": True,
         "scale": 2.5,
     },
-    "deepseek-v4": {"scoring": "sqrtsoftplus", "bias": True, "normalize": True, "scale": 1.5},
+    "deepseek-v4": {"scoring": "sqrtsoftplus", "bias": True, "renormalize": True, "scale": 1.5},
 }
 
 

@@ -181,7 +181,7 @@ def prepare_router(problem: RouterProblem, device: torch.device, instruction_set
         p.groups,
         p.topk_groups,
         p.group_score == "top2",
-        p.normalize,
+        p.renormalize,
         p.scale,
     )
 
@@ -215,10 +215,10 @@ def prepare_sample(problem: SampleProblem, device: torch.device, instruction_set
             p.first_row,
             _address(p.noise),
             p.num_samples,
-            p.logprobs,
+            p.topk,
             p.truncated,
             out.tokens.data_ptr(),
-            out.log_probs.data_ptr(),
+            out.logprobs.data_ptr(),
             *map(_address, (None,) * 3 if out.topk is None else out.topk),
             *map(_address, (None,) * 2 if out.kept is None else out.kept),
             _num_threads(),

@@ -137,7 +137,7 @@ def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
     of_rows = TopkProblem(p.rows, p.k, "softmax", "allowed")
     planned = topk_launch.plan(of_rows, is_aligned=False, choice=router_launch.CHOICE)
     kernel = router_launch.kernel_name(logits.dtype, experts, p.scoring)
-    wanted = router_launch.argument(experts, p.groups, p.topk_groups, p.group_score, p.normalize, p.scale)
+    wanted = router_launch.argument(experts, p.groups, p.topk_groups, p.group_score, p.renormalize, p.scale)
     shared_bytes = router_launch.shared_bytes(experts, itemsize, p.groups)
     has_adjacent = _has_adjacent(logits)
 
@@ -168,13 +168,13 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
     has_other_filter = p.row_top_p is not None or p.top_p < 1 or p.row_min_p is not None or p.min_p > 0
     is_whole = launch.draws_from_vocabulary(vocab_size, top_k, has_other_filter)
     length = 0 if is_whole else launch.sample_list_length(vocab_size, top_k)
-    if length < p.logprobs <= launch.LONGEST_LIST and not is_whole:
-        length = p.logprobs
+    if length < p.topk <= launch.LONGEST_LIST and not is_whole:
+        length = p.topk
     own = p.rows.unscaled()
     find_list = None if is_whole else _prepare_list(own, length, device)
     find_best = None
-    if p.logprobs > length:
-        find_best = prepare_topk(TopkProblem(own, p.logprobs, "log_softmax", "allowed"), device)
+    if p.topk > length:
+        find_best = prepare_topk(TopkProblem(own, p.topk, "log_softmax", "allowed"), device)
     count = multiprocessors(index)
     if is_whole:
         blocks = launch.summing_blocks(rows, vocab_size, count)
@@ -200,7 +200,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
             top_k=p.top_k,
             top_p=p.top_p,
             min_p=p.min_p,
-            logprobs=p.logprobs,
+            logprobs=p.topk,
             rows=rows,
         )
     )
@@ -225,7 +225,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
         filled = SampleRows.from_buffer_copy(planned)
         filled.scratch = address(scratch)
         filled.tickets = tickets.zeroed(index, counters) if counters else 0
-        filled.tokens, filled.log_probs = out.tokens.data_ptr(), out.log_probs.data_ptr()
+        filled.tokens, filled.log_probs = out.tokens.data_ptr(), out.logprobs.data_ptr()
         filled.seed, filled.row_seed = p.seed, address(p.row_seed)
         filled.counter, filled.row_counter = p.counter, address(p.row_counter)
         filled.first_row = p.first_row

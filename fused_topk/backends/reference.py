@@ -73,7 +73,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
 def sample(problem: SampleProblem, out: Sample) -> None:
     """Draws tokens, and lists the best of the model's own distribution."""
     if out.topk is not None:
-        own = TopkProblem(problem.rows.unscaled(), problem.logprobs, "log_softmax", "allowed")
+        own = TopkProblem(problem.rows.unscaled(), problem.topk, "log_softmax", "allowed")
         row_topk(own, out.topk)
     reference_sampling.draw(problem, out)
 

@@ -42,7 +42,7 @@ def route(problem: RouterProblem, out: RouterTopK) -> None:
     else:
         experts = _experts_of_groups(p, choice)
     weights = scores.gather(-1, experts)
-    if p.normalize:
+    if p.renormalize:
         weights = weights / (_sum(weights, _SUMMED_WEIGHTS) + _LEAST_SUM)
     out.weights.copy_(weights * p.scale)
     out.experts.copy_(experts)

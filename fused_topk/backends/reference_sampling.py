@@ -55,12 +55,12 @@ def draw(problem: SampleProblem, out: Sample) -> None:
 
     of_drawn = x.to(dtype).gather(1, tokens)
     if p.truncated:
-        log_probs = scale.log_weight(of_drawn, m) - total.log()
-        log_probs = log_probs.where(temperature != 0, 0.0)
+        logprobs = scale.log_weight(of_drawn, m) - total.log()
+        logprobs = logprobs.where(temperature != 0, 0.0)
         has_distribution = has_distribution & (temperature >= 0)
     else:
-        log_probs = of_drawn - m - (ranked - m).exp().sum(1, keepdim=True).log()
-    out.log_probs.copy_(log_probs.where(has_distribution, torch.nan))
+        logprobs = of_drawn - m - (ranked - m).exp().sum(1, keepdim=True).log()
+    out.logprobs.copy_(logprobs.where(has_distribution, torch.nan))
     if out.kept is not None:
         is_greedy = best.isfinite() & (temperature == 0)
         counts = (is_kept & (ranked != -torch.inf)).sum(1, keepdim=True).where(is_drawn, is_greedy.long())

@@ -34,7 +34,7 @@ class Wanted(NamedTuple):
     """What a call wants of each row."""
 
     num_samples: int
-    truncated_log_probs: bool
+    truncated: bool  # whether log-probabilities are relative to what is kept
     kept: bool
 
 
@@ -66,7 +66,7 @@ class Columns(NamedTuple):
             words.append((self.rows.counted() != -torch.inf).sum(1, keepdim=True))
         tail = torch.cat(words, 1)
         logits, mask = self.rows.logits, self.rows.mask
-        call = gather_states(logits, k, self.group, None, mask, "allowed", self.backend, None, tail, settings)
+        call = gather_states(logits, k, self.group, 1.0, mask, "allowed", self.backend, None, tail, settings)
         assert call.tails is not None
         told = Names(call.tails[0, :, 2:3], call.tails[0, :, 3:4], names.stream)
         return Exchanged(self, call, blocks, temperature, told, k)
@@ -224,11 +224,11 @@ class Exchanged:
         tokens = tokens.where(is_drawn, self._ids[:, :1])
         shifted = logits.where(is_drawn, self._ranked[:, :1]) - self._m
         scale = _scale(self._blocks.temperature)
-        if wanted.truncated_log_probs:
-            log_probs = (scale.scaled(shifted) - total.log()).where(is_drawn, 0.0)
+        if wanted.truncated:
+            logprobs = (scale.scaled(shifted) - total.log()).where(is_drawn, 0.0)
             known = is_drawn | is_greedy
         else:
-            log_probs = shifted - self._d.log()
+            logprobs = shifted - self._d.log()
             known = self._has_distribution
         dtype = result_dtype(self._columns.rows.logits.dtype)
         kept = None
@@ -238,7 +238,7 @@ class Exchanged:
                 counts.where(is_drawn, is_greedy.long()).squeeze(1),
                 mass.where(is_drawn | is_greedy, torch.nan).to(dtype).squeeze(1),
             )
-        return Sample(tokens, log_probs.where(known, torch.nan).to(dtype), None, kept)
+        return Sample(tokens, logprobs.where(known, torch.nan).to(dtype), None, kept)
 
 
 def from_all(own: Tensor, group: Any) -> Tensor:

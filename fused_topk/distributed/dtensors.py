@@ -26,7 +26,7 @@ def row(
     logits: Tensor,
     k: int,
     dim: int,
-    temperature: float | Tensor | None,
+    temperature: float | Tensor,
     mask: Tensor | None,
     normalize: str,
     backend: str | None,
@@ -51,7 +51,7 @@ def beams(
     logits: Tensor,
     beam_scores: Tensor,
     k: int,
-    temperature: float | Tensor | None,
+    temperature: float | Tensor,
     mask: Tensor | None,
     normalize: str,
     backend: str | None,
@@ -85,7 +85,7 @@ def full_rows(
     values: str,
     logits: Tensor,
     dim: int,
-    temperature: float | Tensor | None,
+    temperature: float | Tensor,
     dtype: torch.dtype | None,
     backend: str | None,
 ) -> Tensor:
@@ -114,7 +114,7 @@ class _Local:
     """What this process has of the tensors of a call, and where results are placed."""
 
     def __init__(
-        self, logits: Tensor, mask: Tensor | None, temperature: float | Tensor | None, last_row_dim: int | None = None
+        self, logits: Tensor, mask: Tensor | None, temperature: float | Tensor, last_row_dim: int | None = None
     ) -> None:
         assert isinstance(logits, DTensor)
         # Checked whole, before anything is sent: a share of a wrong tensor may have a right shape.

@@ -20,7 +20,7 @@ def full_rows(
     values: str,
     local_logits: Tensor,
     group: Any,
-    temperature: float | Tensor | None,
+    temperature: float | Tensor,
     dtype: torch.dtype,
     backend: str | None,
 ) -> Tensor:

@@ -36,7 +36,7 @@ def softmax_topk(
     k: int,
     *,
     group: Any = None,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
     backend: str | None = None,
@@ -86,7 +86,7 @@ def log_softmax_topk(
     k: int,
     *,
     group: Any = None,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
     backend: str | None = None,
@@ -109,7 +109,7 @@ def topk(
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.topk`.
     """
-    return row("logits", local_logits, k, group, None, mask, "allowed", backend)
+    return row("logits", local_logits, k, group, 1.0, mask, "allowed", backend)
 
 
 def beam_topk(
@@ -118,7 +118,7 @@ def beam_topk(
     k: int,
     *,
     group: Any = None,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
     backend: str | None = None,
@@ -170,7 +170,7 @@ def row(
     local_logits: Tensor,
     k: int,
     group: Any,
-    temperature: float | Tensor | None,
+    temperature: float | Tensor,
     mask: Tensor | None,
     normalize: str,
     backend: str | None,
@@ -194,7 +194,7 @@ def gather_states(
     local_logits: Tensor,
     k: int,
     group: Any,
-    temperature: float | Tensor | None,
+    temperature: float | Tensor,
     mask: Tensor | None,
     normalize: str,
     backend: str | None,

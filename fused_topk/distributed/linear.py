@@ -38,7 +38,7 @@ def linear_softmax_topk(
     local_bias: Tensor | None = None,
     *,
     group: Any = None,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
     targets: Tensor | None = None,
@@ -98,7 +98,7 @@ def linear_log_softmax_topk(
     local_bias: Tensor | None = None,
     *,
     group: Any = None,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
     targets: Tensor | None = None,
@@ -134,7 +134,7 @@ def linear_topk(
 
     Arguments, result and contract are those of :func:`linear_softmax_topk`; the values have the dtype of `hidden`.
     """
-    return _linear("logits", hidden, local_weight, k, local_bias, group, None, mask, "allowed", targets, start, backend)
+    return _linear("logits", hidden, local_weight, k, local_bias, group, 1.0, mask, "allowed", targets, start, backend)
 
 
 class _Settings(NamedTuple):
@@ -155,7 +155,7 @@ def _linear(
     k: int,
     bias: Tensor | None,
     group: Any,
-    temperature: float | Tensor | None,
+    temperature: float | Tensor,
     mask: Tensor | None,
     normalize: str,
     targets: Tensor | None,

@@ -40,16 +40,16 @@ def sample(
     *,
     group: Any = None,
     temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
     top_k: int | Tensor = 0,
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
-    mask: Tensor | None = None,
     seed: int | Tensor | None = None,
     counter: int | Tensor = 0,
     generator: torch.Generator | None = None,
     num_samples: int = 1,
-    logprobs: int = 0,
-    truncated_log_probs: bool = False,
+    topk: int = 0,
+    logprobs: str = "model",
     kept: bool = False,
     backend: str | None = None,
 ) -> Sample:
@@ -62,17 +62,17 @@ def sample(
         local_logits: shape (..., V_local), this process's columns, as for :func:`softmax_topk`.
         group: the process group; None: all processes.
         temperature: this and all following arguments are those of :func:`fused_topk.sample`.
+        mask: the tokens of this process's columns that may be drawn.
         top_k: how many of the best tokens may be drawn; 0 or -1 for all.
         top_p: the share of the probability that may be drawn.
         min_p: the least probability, relative to the best token's.
-        mask: the tokens of this process's columns that may be drawn.
         seed: names the random numbers, the same on all processes.
         counter: the same on all processes.
         generator: names the random numbers where there is no `seed`. The first process's are taken; the others advance theirs,
             too.
         num_samples: independent draws from each row.
-        logprobs: how many of the row's best tokens to return as well.
-        truncated_log_probs: whether log_probs are those of the distribution that was drawn from.
+        topk: how many of the row's best tokens to return as well.
+        logprobs: "model", or "kept" for log-probabilities of the distribution that was drawn from.
         kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
         backend: None, "cuda", "cpu" or "reference": what reads the columns.
 
@@ -95,11 +95,11 @@ def sample(
     check_logits(local_logits, "local_logits")
     check_backend(backend)
     check_k(num_samples, 2**31 - 1, "samples of a row", "num_samples")
-    if not of_rows.is_zero(logprobs):
-        check_k(logprobs, 2**31 - 1, "what an exchange takes", "logprobs")
+    of_rows.check_topk(topk, 2**31 - 1, "what an exchange takes")
+    of_rows.check_logprobs(logprobs)
     *lead, length_here = local_logits.shape
     rows = local_logits.shape[:-1].numel()
-    check_flags(truncated_log_probs=truncated_log_probs, kept=kept)
+    check_flags(kept=kept)
     parameters = _checked(local_logits, temperature, top_k, top_p, min_p)
     allowed = check_mask(mask, local_logits)
     # With a seed the names are the same on all processes. Without one, those of the first process are taken.
@@ -112,10 +112,10 @@ def sample(
     is_whole_row = (_is_number(top_k, 0) or _is_number(top_k, -1)) and _is_number(top_p, 1) and _is_number(min_p, 0)
     length = 1 if is_whole_row else _length(top_k)
     numbers = [None if isinstance(x, Tensor) else float(x) for x in (temperature, top_k, top_p, min_p)]
-    wanted = Wanted(int(num_samples), truncated_log_probs, kept)
-    settings = (*numbers, *wanted, int(logprobs))
+    wanted = Wanted(int(num_samples), logprobs == "kept", kept)
+    settings = (*numbers, *wanted, int(topk))
     counted = is_whole_row and kept
-    found = columns.exchanged(max(length or 1, logprobs), parameters.temperature, own_names, settings, counted)
+    found = columns.exchanged(max(length or 1, topk), parameters.temperature, own_names, settings, counted)
     drawn = None
     if is_whole_row:
         drawn = found.of_whole_rows(wanted)
@@ -127,9 +127,9 @@ def sample(
         if seed is not None and not isinstance(seed, Tensor):
             seeds["seed"] = seed
         drawn = _gathered(columns, found, parameters, seeds, wanted)
-    if logprobs:
-        check_k(logprobs, found.vocab_size or logprobs, "the whole vocabulary", "logprobs")
-        best = calls.merge_parts(*found.call.parts, logprobs, 1.0, None, "log_softmax", "allowed", backend)
+    if topk:
+        check_k(topk, found.vocab_size or topk, "the whole vocabulary", "topk")
+        best = calls.merge_parts(*found.call.parts, topk, 1.0, None, "log_softmax", "allowed", backend)
         drawn = drawn._replace(topk=TopK(*best))
     return of_rows.shaped(drawn, lead)
 
@@ -178,4 +178,13 @@ def _gathered(
     everyone = from_all(padded, columns.group)
     whole = torch.cat([x[:, :length] for x, length in zip(everyone, lengths, strict=True)], 1)
     numbers = {name: x.squeeze(1) for name, x in parameters._asdict().items()}
-    return of_rows.sample(whole, **numbers, **seeds, **wanted._asdict(), backend=columns.backend)
+    num_samples, truncated, kept = wanted
+    return of_rows.sample(
+        whole,
+        **numbers,
+        **seeds,
+        num_samples=num_samples,
+        logprobs="kept" if truncated else "model",
+        kept=kept,
+        backend=columns.backend,
+    )

@@ -24,7 +24,7 @@ def beam_topk(
     beam_scores: Tensor,
     k: int,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",

@@ -27,7 +27,7 @@ def linear_softmax_topk(
     k: int,
     bias: Tensor | None = None,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
     targets: None = None,
@@ -42,7 +42,7 @@ def linear_softmax_topk(
     k: int,
     bias: Tensor | None = None,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
     targets: Tensor,
@@ -56,7 +56,7 @@ def linear_softmax_topk(
     k: int,
     bias: Tensor | None = None,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
     targets: Tensor | None = None,
@@ -125,7 +125,7 @@ def linear_log_softmax_topk(
     k: int,
     bias: Tensor | None = None,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
     targets: None = None,
@@ -140,7 +140,7 @@ def linear_log_softmax_topk(
     k: int,
     bias: Tensor | None = None,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
     targets: Tensor,
@@ -154,7 +154,7 @@ def linear_log_softmax_topk(
     k: int,
     bias: Tensor | None = None,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
     targets: Tensor | None = None,
@@ -246,7 +246,7 @@ def linear_topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
     """
-    return _linear("logits", hidden, weight, k, bias, None, mask, "allowed", targets, backend)
+    return _linear("logits", hidden, weight, k, bias, 1.0, mask, "allowed", targets, backend)
 
 
 def _linear(
@@ -255,7 +255,7 @@ def _linear(
     weight: Tensor,
     k: int,
     bias: Tensor | None,
-    temperature: float | Tensor | None,
+    temperature: float | Tensor,
     mask: Tensor | None,
     normalize: str,
     targets: Tensor | None,
@@ -270,7 +270,7 @@ def _linear(
     rows = LogitRows(hidden)
     # Without these arguments their checks are skipped, because they take a good part of the time of a call of one row.
     logits = hidden
-    if temperature is not None or mask is not None or targets is not None:
+    if type(temperature) is not float or temperature != 1.0 or mask is not None or targets is not None:
         logits = logits_of_head(hidden, weight)
         rows = check_rows(logits, temperature, mask).with_logits(hidden)
     has_ranks = False

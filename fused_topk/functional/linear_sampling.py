@@ -21,16 +21,16 @@ def linear_sample(
     bias: Tensor | None = None,
     *,
     temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
     top_k: int | Tensor = 0,
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
-    mask: Tensor | None = None,
     seed: int | Tensor | None = None,
     counter: int | Tensor = 0,
     generator: torch.Generator | None = None,
     num_samples: int = 1,
-    logprobs: int = 0,
-    truncated_log_probs: bool = False,
+    topk: int = 0,
+    logprobs: str = "model",
     kept: bool = False,
     backend: str | None = None,
 ) -> Sample:
@@ -46,24 +46,24 @@ def linear_sample(
         hidden: shape (..., H), float32, float16, bfloat16 or float64, any strides, any device.
         weight: shape (V, H), the dtype and the device of `hidden`, any strides: that of `torch.nn.Linear`.
         bias: shape (V,), likewise, or None.
-        temperature: divides the logits; 0 takes the best token. This and the next three arguments are one number, or a
-            tensor with one number a row.
+        temperature: divides the logits; 0 takes the best token. This, top_k, top_p and min_p are one number, or a tensor with one
+            number a row.
+        mask: the tokens that may be drawn, bool or packed int32.
         top_k: keeps the k most likely tokens, and all that tie with the k-th. 0 or -1 keeps all.
         top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`. 1 keeps all.
         min_p: keeps the tokens whose probability is at least `min_p` times that of the most likely one. 0 keeps all.
-        mask: the tokens that may be drawn, bool or packed int32.
         seed: names the random numbers: an int, or an int64 tensor with one a row.
         counter: which draw of its seed it is: an int, or an int64 tensor with one a row.
         generator: names the random numbers where there is no `seed`.
         num_samples: independent draws from each row.
-        logprobs: how many of the row's best tokens to return as well; 0 for none.
-        truncated_log_probs: whether log_probs are those of the distribution that was drawn from, or the model's own.
+        topk: how many of the row's best tokens to return as well; 0 for none.
+        logprobs: "model", or "kept" for log-probabilities of the distribution that was drawn from.
         kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
         backend: None, "cuda", "cpu" or "reference": what draws. The product is always the library's.
 
     Returns:
-        Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), topk, the TopK of the row's
-        `logprobs` best (None for logprobs = 0), and kept (None unless asked for). float64 hidden states have float64 log_probs.
+        Sample with tokens int64 (..., num_samples), logprobs float32 (..., num_samples), topk, the TopK of the row's
+        `topk` best (None for topk = 0), and kept (None unless asked for). float64 hidden states have float64 logprobs.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -87,17 +87,17 @@ def linear_sample(
     check_head(weight, bias, hidden, of_shards="hidden @ weight.to_local().T to fused_topk.distributed.sample")
     logits = logits_of_head(hidden, weight)
     numbers = (temperature, top_k, top_p, min_p)
-    request = (num_samples, logprobs, truncated_log_probs, kept, backend)
+    request = (num_samples, topk, logprobs, kept, backend)
     rows, filters = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, *request)
     check_no_transform("linear_sample")
     of_seed, of_counter = sampling.names_of(seed, counter, generator, logits)
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     rows = rows.with_logits(hidden)
-    problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs, kept)
+    problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, topk, logprobs == "kept", kept)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     _, *parameters, _, _ = problem
     if need_dispatcher(*rows.tensors(), weight, bias, *[x for x in parameters if isinstance(x, Tensor)]):
-        result = sampling.from_operator(_linear_sample(*rows, weight, bias, *parameters, backend), logprobs, kept)
+        result = sampling.from_operator(_linear_sample(*rows, weight, bias, *parameters, backend), topk, kept)
     else:
         result = linear_sampling.draw(problem, weight, bias, backend)
     return result if hidden.dim() == 2 else sampling.shaped(result, hidden.shape[:-1])

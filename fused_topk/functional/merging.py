@@ -23,7 +23,7 @@ from ..operators import calls
 from ..problem import TopK, TopKState, result_dtype
 from ..row_arguments import check_rows, check_temperature
 
-_VALUES = ("softmax", "log_softmax", "logits")
+_KINDS = ("softmax", "log_softmax", "logits")
 _NO_TOKEN = -1
 
 
@@ -32,7 +32,7 @@ def topk_state(
     k: int,
     *,
     start: int = 0,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
@@ -82,7 +82,7 @@ def merge_states(
     parts: Sequence[TopKState],
     k: int,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     backend: str | None = None,
 ) -> TopKState:
     """The state of the union of several parts of the same rows: the + of the monoid of states.
@@ -120,8 +120,8 @@ def merge_topk(
     parts: Sequence[TopKState],
     k: int,
     *,
-    values: str = "softmax",
-    temperature: float | Tensor | None = None,
+    kind: str = "softmax",
+    temperature: float | Tensor = 1.0,
     normalize: str = "allowed",
     backend: str | None = None,
 ) -> TopK:
@@ -135,7 +135,7 @@ def merge_topk(
         parts: see :func:`merge_states`.
         k: the number of results per row, at most what the parts hold together. A part must hold its own k best, or all of
             its tokens.
-        values: "softmax", "log_softmax" or "logits", as :func:`softmax_topk`, :func:`log_softmax_topk` and :func:`topk`.
+        kind: what the values are, "softmax", "log_softmax" or "logits", as :func:`softmax_topk`, :func:`log_softmax_topk` and :func:`topk`.
         temperature: the one that the states were made with: a positive number, or a tensor with one number per row.
         normalize: the one that the states were made with. "topk": the values are relative to the k chosen. "allowed" and "all"
             make no difference here: the states have it.
@@ -148,18 +148,18 @@ def merge_topk(
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
 
     Contract:
-        Indices, and the values of "logits", are exactly those of the unsharded call, ties included. Log-probabilities are
+        Indices, and the values of kind "logits", are exactly those of the unsharded call, ties included. Log-probabilities are
         formed as (x - m) / T - log d, so a large common offset of the logits costs no accuracy. The rest is the contract of
         :func:`softmax_topk`. Differentiable with respect to the parts' logits, m and d, except where a logit is -inf.
     """
-    check_choice("values", values, _VALUES)
-    return TopK(*_merge(parts, k, temperature, values, normalize, backend))
+    check_choice("kind", kind, _KINDS)
+    return TopK(*_merge(parts, k, temperature, kind, normalize, backend))
 
 
 def _merge(
     parts: Sequence[TopKState],
     k: int,
-    temperature: float | Tensor | None,
+    temperature: float | Tensor,
     values: str,
     normalize: str,
     backend: str | None,

@@ -36,7 +36,7 @@ def router_topk(
     groups: int = 1,
     topk_groups: int = 1,
     group_score: str = "top2",
-    normalize: bool = False,
+    renormalize: bool = False,
     scale: float = 1.0,
     mask: Tensor | None = None,
     dim: int = -1,
@@ -46,7 +46,7 @@ def router_topk(
 ) -> RouterTopK:
     """The k experts of each token and their weights, as mixtures of experts route: one launch, one read of the logits.
 
-    >>> router_topk(torch.tensor([1.0, 3.0, 2.0, 3.0]), 2, scoring="sigmoid", normalize=True)
+    >>> router_topk(torch.tensor([1.0, 3.0, 2.0, 3.0]), 2, scoring="sigmoid", renormalize=True)
     RouterTopK(weights=tensor([0.5000, 0.5000]), experts=tensor([1, 3]))
 
     Each expert has a score. The k experts with the greatest sums of score and bias are chosen; their weights are the scores.
@@ -54,13 +54,13 @@ def router_topk(
     ======================================================= =============================================================
     models                                                  arguments
     ======================================================= =============================================================
-    Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Hunyuan           `normalize=True` (Qwen, OLMoE: as the configuration has it)
+    Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Hunyuan           `renormalize=True` (Qwen, OLMoE: as the configuration has it)
     DeepSeek-V2                                             `scale=`; with groups `groups=, topk_groups=, group_score="max"`
     DeepSeek-V3, V3.2, Kimi-K2, GLM-4.5, dots.llm1          `scoring="sigmoid", bias=, groups=, topk_groups=,
-                                                            normalize=True, scale=`
-    MiniMax-M2                                              `scoring="sigmoid", bias=, normalize=True`
-    DeepSeek-V4                                             `scoring="sqrtsoftplus", bias=, normalize=True, scale=`
-    ERNIE-4.5                                               `bias=, normalize=True`
+                                                            renormalize=True, scale=`
+    MiniMax-M2                                              `scoring="sigmoid", bias=, renormalize=True`
+    DeepSeek-V4                                             `scoring="sqrtsoftplus", bias=, renormalize=True, scale=`
+    ERNIE-4.5                                               `bias=, renormalize=True`
     GPT-OSS                                                 `softmax_topk(logits, k, normalize="topk")`
     ======================================================= =============================================================
 
@@ -72,7 +72,7 @@ def router_topk(
         groups: the number of groups of adjacent experts, all of one size.
         topk_groups: how many groups are kept, before experts are chosen from these. They must have at least k experts.
         group_score: the score of a group: "top2", the sum of its two best experts' score + bias; or "max", its best expert's.
-        normalize: whether the weights are divided by their sum + 1e-20.
+        renormalize: whether the weights are divided by their sum + 1e-20.
         scale: multiplies the weights, at the end.
         mask: the experts that may be chosen, bool or packed int32 as for :func:`softmax_topk`: others count as logits of -inf.
         dim: the dimension of the experts.
@@ -106,21 +106,22 @@ def router_topk(
         The weights are differentiable with respect to the logits, as a function of the experts that are chosen: the choice has no
         gradient. That of the bias, which has an effect on the choice alone, is zero.
     """
-    request: tuple[Any, ...] = (k, scoring, groups, topk_groups, group_score, normalize)
+    request: tuple[Any, ...] = (k, scoring, groups, topk_groups, group_score, renormalize)
     # Arguments of exactly these types can be the key of a cached plan. All others are checked below.
     if (
         tuple(map(type, request)) == _REQUEST_TYPES
-        and (type(scale) is float or type(scale) is int)
+        and type(scale) is float
+        and type(index_dtype) is torch.dtype
         and type(dim) is int
         and dim == -1
         and backend in _BACKENDS
         and (out is None or _may_be_plain(out))
     ):
-        rows = plain_rows(logits, None, mask, out=out or ())
+        rows = plain_rows(logits, mask=mask, out=out or ())
         if rows is not None and (bias is None or _is_plain(bias, logits)):
             if out is not None:
                 index_dtype = _index_dtype_of(out)
-            asked = (*request, float(scale))
+            asked = (*request, scale)
             plan = router_plan(logits.device, rows.layout(), like_given(bias), asked, index_dtype, backend)
             if out is None:
                 return plan.run(rows, bias)
@@ -136,7 +137,7 @@ def router_topk(
     moved = dim != dims - 1
     if moved:
         logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
-    rows = check_rows(logits, None, mask)
+    rows = check_rows(logits, mask=mask)
     bias = check_bias(bias, logits)
     if out is not None:
         index_dtype = _index_dtype_of(out)

@@ -38,7 +38,7 @@ def softmax_topk(
     k: int,
     dim: int = -1,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
@@ -55,7 +55,7 @@ def softmax_topk(
     k: int,
     dim: int = -1,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
@@ -71,7 +71,7 @@ def softmax_topk(
     k: int,
     dim: int = -1,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
@@ -151,7 +151,7 @@ def log_softmax_topk(
     k: int,
     dim: int = -1,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
@@ -168,7 +168,7 @@ def log_softmax_topk(
     k: int,
     dim: int = -1,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
@@ -184,7 +184,7 @@ def log_softmax_topk(
     k: int,
     dim: int = -1,
     *,
-    temperature: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
@@ -292,7 +292,7 @@ def topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    return _row("logits", logits, k, dim, None, mask, lengths, "allowed", targets, target_ties, backend, out)
+    return _row("logits", logits, k, dim, 1.0, mask, lengths, "allowed", targets, target_ties, backend, out)
 
 
 def _row(
@@ -300,7 +300,7 @@ def _row(
     logits: Tensor,
     k: int,
     dim: int,
-    temperature: float | Tensor | None,
+    temperature: float | Tensor,
     mask: Tensor | None,
     lengths: Tensor | None,
     normalize: str,

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..arguments import (
     check_backend,
+    check_choice,
     check_flags,
     check_k,
     check_logits,
@@ -50,7 +51,7 @@ _SEEDS = (-(2**63), 2**63 - 1)
 # The seed and the counter of rows that draw no number.
 _NO_NAME: _Of = (0, None)
 _MOST_SAMPLES = 2**31 - 1
-# The types of num_samples, logprobs, truncated_log_probs, kept and backend that can be in the key of a plan.
+# The types of num_samples, topk, logprobs, kept and backend that can be in the key of a plan.
 _PLANNED_REQUESTS = (int, bool, str, type(None))
 
 
@@ -58,18 +59,18 @@ def sample(
     logits: Tensor,
     *,
     temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     top_k: int | Tensor = 0,
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
     seed: int | Tensor | None = None,
     counter: int | Tensor = 0,
     generator: torch.Generator | None = None,
     noise: Tensor | None = None,
     num_samples: int = 1,
-    logprobs: int = 0,
-    truncated_log_probs: bool = False,
+    topk: int = 0,
+    logprobs: str = "model",
     kept: bool = False,
     ranks: bool = False,
     backend: str | None = None,
@@ -81,16 +82,16 @@ def sample(
 
     Args:
         logits: shape (..., V), float32, float16, bfloat16 or float64, any strides, any device.
-        temperature: divides the logits; 0 takes the best token. This and the next three arguments are one number, or a
-            tensor with one number a row, broadcastable to the shape of `logits` without the vocabulary. The values of a CPU tensor
-            are checked, those of a CUDA tensor are not.
+        temperature: divides the logits; 0 takes the best token. This, top_k, top_p and min_p are one number, or a tensor with one
+            number a row, broadcastable to the shape of `logits` without the vocabulary. The values of a CPU tensor are checked,
+            those of a CUDA tensor are not.
+        mask: the tokens that may be drawn, as for :func:`softmax_topk`: a token that is not allowed counts as -inf.
+        lengths: how many of a row's first tokens there are, as for :func:`softmax_topk`: the others count as -inf, and are
+            not read.
         top_k: keeps the k most likely tokens, and all that tie with the k-th. 0, -1, or more than V, keeps all.
         top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`, and at least one.
             Of equal tokens at this border the smaller indices are kept. 1 keeps all.
         min_p: keeps the tokens whose probability is at least `min_p` times that of the most likely one. 0 keeps all.
-        mask: the tokens that may be drawn, as for :func:`softmax_topk`: a token that is not allowed counts as -inf.
-        lengths: how many of a row's first tokens there are, as for :func:`softmax_topk`: the others count as -inf, and are
-            not read.
         seed: names the random numbers, instead of a generator. An int64 tensor, broadcastable as `temperature`, has a seed for
             each row: a row then draws the same tokens in any batch, and at any place in it. An int is the seed of all rows:
             each row draws random numbers of its own, named by its place in the batch, too.
@@ -105,18 +106,18 @@ def sample(
             ``torch.multinomial(probs, 1, generator=g)`` draws, so the numbers that it would draw give its token. It takes the place
             of `seed`, `counter` and `generator`, and `num_samples` must be 1.
         num_samples: independent draws from each row; a token may come more than once.
-        logprobs: how many of the row's best tokens to return as well; 0 for none.
-        truncated_log_probs: whether log_probs are those of the distribution that was drawn from (after temperature,
-            top-k, top-p and min-p). Otherwise they are the model's own: of `log_softmax(logits)` over the allowed tokens.
+        topk: how many of the row's best tokens to return as well; 0 for none.
+        logprobs: what the log-probabilities are relative to. "model": of `log_softmax(logits)` over the allowed tokens. "kept": of
+            the distribution that was drawn from, after temperature, top-k, top-p and min-p.
         kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
         ranks: whether to return the ranks of the drawn tokens in their rows.
         backend: None, "cuda", "cpu" or "reference", as for :func:`softmax_topk`.
 
     Returns:
-        Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), topk, the TopK that
-        `log_softmax_topk(logits, logprobs, mask=mask, lengths=lengths)` gives (None for logprobs = 0), kept, the :class:`Kept`
+        Sample with tokens int64 (..., num_samples), logprobs float32 (..., num_samples), topk, the TopK that
+        `log_softmax_topk(logits, topk, mask=mask, lengths=lengths)` gives (None for topk = 0), kept, the :class:`Kept`
         of each row (None unless asked for), and ranks int64 (..., num_samples) (None unless asked for). float64 logits have
-        float64 log_probs.
+        float64 logprobs.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -144,7 +145,7 @@ def sample(
         searched in a range of at most 2^32 logits, which every one or two reads at least halve.
         A row has no distribution if it has a NaN or a +inf, only -inf, or no allowed token. It gives the first token in the order
         of :func:`softmax_topk`, and NaN log-probabilities. A row on a GPU whose temperature is negative or NaN gives that token,
-        too, and truncated log-probabilities of NaN. Temperature 0 gives the same token, with 0 as its truncated
+        too, and NaN as its log-probability among what is kept. Temperature 0 gives the same token, with 0 as that
         log-probability. Tokens are always in range.
         Deterministic. A call does not wait for the device, and can be captured in a CUDA graph. Not differentiable:
         for a gradient, gather the tokens from a log_softmax.
@@ -156,7 +157,7 @@ def sample(
         tensor([1])
     """
     numbers = (temperature, top_k, top_p, min_p)
-    request = (num_samples, logprobs, truncated_log_probs, kept, backend)
+    request = (num_samples, topk, logprobs, kept, backend)
     check_flags(ranks=ranks)
     if type(logits) is Tensor and mask is None and lengths is None:
         planned = _planned(logits, numbers, request, seed, counter, generator, noise, ranks)
@@ -174,11 +175,11 @@ def sample(
         of_noise = _checked_noise(noise, logits, seed, counter, generator, num_samples)
         of_seed = of_counter = _NO_NAME
     names = (*of_seed, *of_counter)
-    problem = SampleProblem(rows, *filters, *names, num_samples, logprobs, truncated_log_probs, kept, 0, of_noise)
+    problem = SampleProblem(rows, *filters, *names, num_samples, topk, logprobs == "kept", kept, 0, of_noise)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     _, *parameters, _, _ = problem
     if need_dispatcher(*rows.tensors(), of_noise, *[x for x in parameters if isinstance(x, Tensor)]):
-        result = from_operator(_sample(*rows, of_noise, *parameters, backend), logprobs, kept)
+        result = from_operator(_sample(*rows, of_noise, *parameters, backend), topk, kept)
     else:
         result = sampling.draw(problem, backend)
     if ranks:
@@ -193,8 +194,8 @@ def check_parameters(
     mask: Tensor | None,
     lengths: Tensor | None,
     num_samples: Any,
+    topk: Any,
     logprobs: Any,
-    truncated_log_probs: Any,
     kept: Any,
     backend: Any,
 ) -> tuple[LogitRows, _Filters]:
@@ -205,11 +206,24 @@ def check_parameters(
     rows = check_rows(logits, temperature, mask, lengths, dtype_of_draws=floating)
     check_backend(backend)
     check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
-    if not is_zero(logprobs):
-        check_k(logprobs, logits.shape[-1], name="logprobs")
-    check_flags(truncated_log_probs=truncated_log_probs, kept=kept)
+    check_topk(topk, logits.shape[-1])
+    check_logprobs(logprobs)
+    check_flags(kept=kept)
     of_top_k, of_top_p, of_min_p = check_filters(logits, floating, top_k, top_p, min_p)
     return rows, (*of_top_k, *of_top_p, *of_min_p)
+
+
+def check_topk(topk: Any, most: int, of: str = "the vocabulary size") -> None:
+    if not is_zero(topk):
+        check_k(topk, most, of, "topk")
+
+
+def check_logprobs(logprobs: Any) -> None:
+    if not isinstance(logprobs, str):
+        raise TypeError(
+            f'`logprobs` must be "model" or "kept", got {type(logprobs).__name__}; topk= gives the best tokens of a row'
+        )
+    check_choice("logprobs", logprobs, ("model", "kept"))
 
 
 def check_filters(logits: Tensor, floating: torch.dtype, top_k: Any, top_p: Any, min_p: Any) -> tuple[_Of, _Of, _Of]:
@@ -246,7 +260,8 @@ def _plan(
     :func:`check_parameters`."""
     logits = Like(dtype, shape, strides).meta()
     rows, filters = check_parameters(logits, device.type, (temperature, top_k, top_p, min_p), None, None, *request)
-    rows, (*wanted, backend) = rows.flat(), request
+    rows, (num_samples, topk, logprobs, kept, backend) = rows.flat(), request
+    wanted = num_samples, topk, logprobs == "kept", kept
     return _Plan(rows, filters, sample_plan(device, backend, rows.layout(), *filters, *wanted))
 
 
@@ -302,10 +317,11 @@ def _planned(
         of_seed, of_counter = _flat_name(seed), _flat_name(counter)
     is_flat = len(shape) == 2
     rows = plan.rows.with_logits(logits if is_flat else logits.reshape(-1, shape[-1]))
-    fields: Any = (rows, *plan.filters, *of_seed, *of_counter, *request[:-1], 0, noise)
+    num_samples, topk, logprobs, kept, backend = request
+    fields: Any = (rows, *plan.filters, *of_seed, *of_counter, num_samples, topk, logprobs == "kept", kept, 0, noise)
     result = plan.prepared.run(SampleProblem(*fields))
     if ranks:
-        result = _with_ranks(result, rows, request[-1])
+        result = _with_ranks(result, rows, backend)
     return result if is_flat else shaped(result, shape[:-1])
 
 
@@ -350,8 +366,8 @@ def _checked_noise(noise: Any, logits: Tensor, seed: Any, counter: Any, generato
 def _with_ranks(result: Sample, rows: LogitRows, backend: str | None) -> Sample:
     """Adds the ranks of the drawn tokens."""
     # torch.compile traces no _replace() of a named tuple in torch 2.11, and no slice of one in torch 2.6.
-    tokens, log_probs, topk, kept, _ = result
-    return Sample(tokens, log_probs, topk, kept, calls.target_ranks(rows, tokens, True, backend))
+    tokens, logprobs, topk, kept, _ = result
+    return Sample(tokens, logprobs, topk, kept, calls.target_ranks(rows, tokens, True, backend))
 
 
 def is_zero(value: Any) -> bool:
@@ -395,11 +411,11 @@ def random_names(rows: int, device: torch.device, generator: torch.Generator | N
     return (0, names[0]), (0, names[1])
 
 
-def from_operator(tensors: Sequence[Tensor], logprobs: int, kept: bool) -> Sample:
+def from_operator(tensors: Sequence[Tensor], topk: int, kept: bool) -> Sample:
     """The result of an operator that draws, from the tensors that it returns."""
-    tokens, log_probs, values, indices, logsumexp, *of_kept = tensors
-    topk = TopK(values, indices, logsumexp) if logprobs else None
-    return Sample(tokens, log_probs, topk, Kept(*of_kept) if kept else None)
+    tokens, logprobs, values, indices, logsumexp, *of_kept = tensors
+    best = TopK(values, indices, logsumexp) if topk else None
+    return Sample(tokens, logprobs, best, Kept(*of_kept) if kept else None)
 
 
 def shaped(result: Sample, lead: Sequence[int]) -> Sample:

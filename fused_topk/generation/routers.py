@@ -46,20 +46,20 @@ class FusedRouters(NamedTuple):
 
 def _mixtral(router: Any, hidden: Tensor) -> _Routed:
     logits = linear(_flat(hidden), router.weight)
-    return logits, *router_topk(logits, router.top_k, normalize=True)
+    return logits, *router_topk(logits, router.top_k, renormalize=True)
 
 
 def _qwen(router: Any, hidden: Tensor) -> _Routed:
     logits = linear(_flat(hidden), router.weight)
     # Classes without this attribute normalize.
-    weights, experts = router_topk(logits, router.top_k, normalize=bool(getattr(router, "norm_topk_prob", True)))
+    weights, experts = router_topk(logits, router.top_k, renormalize=bool(getattr(router, "norm_topk_prob", True)))
     return logits, weights.to(logits.dtype), experts
 
 
 def _hunyuan(router: Any, hidden: Tensor) -> _Routed:
     hidden = _flat(hidden)
     logits = router.wg(hidden.float() if router.wg.weight.dtype == torch.float32 else hidden)
-    weights, experts = router_topk(logits, router.top_k, normalize=True)
+    weights, experts = router_topk(logits, router.top_k, renormalize=True)
     return logits, weights.to(logits.dtype), experts
 
 
@@ -86,7 +86,7 @@ def _deepseek_v3(router: Any, hidden: Tensor) -> _Routed:
         bias=router.e_score_correction_bias,
         groups=router.num_group,
         topk_groups=router.topk_group,
-        normalize=bool(router.norm_topk_prob),
+        renormalize=bool(router.norm_topk_prob),
         scale=router.routed_scaling_factor,
     )
 
@@ -94,7 +94,7 @@ def _deepseek_v3(router: Any, hidden: Tensor) -> _Routed:
 def _minimax_m2(router: Any, hidden: Tensor, e_score_correction_bias: Tensor) -> _Routed:
     logits = linear(_flat(hidden).to(router.weight.dtype), router.weight)
     bias = e_score_correction_bias
-    return logits, *router_topk(logits, router.top_k, scoring="sigmoid", bias=bias, normalize=True)
+    return logits, *router_topk(logits, router.top_k, scoring="sigmoid", bias=bias, renormalize=True)
 
 
 def _ernie(router: Any, hidden: Tensor) -> _Routed:

@@ -28,7 +28,7 @@ _write_bias, _BIAS = writer(Routing, "bias")
 _write_are_short, _ARE_SHORT = writer(Routing, "are_short")
 
 
-def argument(experts: int, groups: int, topk_groups: int, group_score: str, normalize: bool, scale: float) -> bytes:
+def argument(experts: int, groups: int, topk_groups: int, group_score: str, renormalize: bool, scale: float) -> bytes:
     """struct Routing for a checked request, with the address left zero."""
     size = experts // groups
     # The groups share the lanes of a warp evenly. Each has a power of two of them.
@@ -41,7 +41,7 @@ def argument(experts: int, groups: int, topk_groups: int, group_score: str, norm
             log2_group_lanes=log2_lanes,
             group_turns=-(-size >> log2_lanes),
             sums_two=group_score == "top2",
-            normalizes=normalize,
+            normalizes=renormalize,
             scale=scale,
         )
     )

@@ -41,18 +41,18 @@ _NUMBERS = ("row_top_k", "row_top_p", "row_min_p", "row_seed", "row_counter")
 
 
 def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: str | None) -> Sample:
-    """Draws into new tensors, of (R, num_samples) and (R, logprobs). The request has the hidden states (..., H) in the place of
+    """Draws into new tensors, of (R, num_samples) and (R, topk). The request has the hidden states (..., H) in the place of
     the logits, and a mask of (..., V) or (..., words)."""
     hidden = request.rows.logits
     head = LinearProblem(request.rows, weight, bias, None, "allowed")
     rows, vocab_size = head.row_count, len(weight)
-    chosen = backends.pick(hidden.device, hidden.dtype, max(request.logprobs, 1), backend)
+    chosen = backends.pick(hidden.device, hidden.dtype, max(request.topk, 1), backend)
     out = plans.sample_result(request)
     if not rows:
         return out
     itemsize = hidden.element_size()
     logit_bytes = itemsize + request.rows.hides()
-    listed = max(min(vocab_size, launch.LONGEST_LIST), request.logprobs)
+    listed = max(min(vocab_size, launch.LONGEST_LIST), request.topk)
     # Of a row: the scratch of a search; its list, a copy of it and scratch; and its hidden states, which may be a copy.
     row_bytes = launch.SEARCHING_ROW_BYTES + _LISTS * listed * (itemsize + _INDEX_BYTES) + hidden.shape[-1] * itemsize
     if chosen is reference:

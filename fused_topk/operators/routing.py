@@ -23,7 +23,7 @@ from .dispatch import library, register
 from .gradients import for_inputs, save_rows, saved_rows
 
 _REQUEST = (
-    f"{ROWS_SCHEMA}, Tensor? bias, SymInt k, str scoring, SymInt groups, SymInt topk_groups, str group_score, bool normalize, "
+    f"{ROWS_SCHEMA}, Tensor? bias, SymInt k, str scoring, SymInt groups, SymInt topk_groups, str group_score, bool renormalize, "
     "float scale"
 )
 library.define(f"router_topk({_REQUEST}, ScalarType index_dtype, str? backend) -> (Tensor, Tensor)")
@@ -52,7 +52,7 @@ def _fake_router_topk(*arguments: Any) -> RouterTopK:
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: RouterTopK) -> None:
-    rows, (bias, _, ctx.scoring, _, _, _, ctx.normalize, ctx.scale, _, _) = unflattened(inputs)
+    rows, (bias, _, ctx.scoring, _, _, _, ctx.renormalize, ctx.scale, _, _) = unflattened(inputs)
     _, experts = output
     ctx.mark_non_differentiable(experts)
     save_rows(ctx, rows, bias, experts)
@@ -74,7 +74,7 @@ def _logit_gradient(ctx: Any, rows: LogitRows, experts: Tensor, g: Tensor) -> Te
         scores = p.gather(-1, experts)
     else:
         scores = chosen.sigmoid() if ctx.scoring == "sigmoid" else softplus(chosen).sqrt()
-    if ctx.normalize:
+    if ctx.renormalize:
         total = scores.sum(-1, keepdim=True) + 1e-20
         g = g / total
         g = g - (g * scores).sum(-1, keepdim=True) / total

@@ -18,14 +18,14 @@ from .dispatch import library, register
 # The arguments behind the rows, which are fields of SampleProblem, and the results: the same for every operator that draws.
 SCHEMA = (
     "SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, float min_p, Tensor? row_min_p, "
-    "int seed, Tensor? row_seed, int counter, Tensor? row_counter, SymInt num_samples, SymInt logprobs, "
+    "int seed, Tensor? row_seed, int counter, Tensor? row_counter, SymInt num_samples, SymInt topk, "
     "bool truncated, bool kept, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(f"sample({ROWS_SCHEMA}, Tensor? noise, {SCHEMA}")
 
 
 def draw(problem: SampleProblem, backend: str | None) -> Sample:
-    """Draws into new tensors, of (R, num_samples) and (R, logprobs)."""
+    """Draws into new tensors, of (R, num_samples) and (R, topk)."""
     return plans.plan_of_sample(problem, backend).run(problem)
 
 
@@ -42,12 +42,12 @@ def _fake_sample(*arguments: Any) -> tuple[Tensor, ...]:
 
 def flat(result: Sample) -> tuple[Tensor, ...]:
     """The tensors that the operator returns. Their number is fixed, so empty tensors stand for no TopK and no Kept."""
-    tokens, log_probs, topk, kept, _ = result
+    tokens, logprobs, topk, kept, _ = result
     if topk is None:
-        topk = TopK(log_probs.new_empty((0,)), tokens.new_empty((0,)), log_probs.new_empty((0,)))
+        topk = TopK(logprobs.new_empty((0,)), tokens.new_empty((0,)), logprobs.new_empty((0,)))
     if kept is None:
-        kept = Kept(tokens.new_empty((0,)), log_probs.new_empty((0,)))
-    return tokens, log_probs, *topk, *kept
+        kept = Kept(tokens.new_empty((0,)), logprobs.new_empty((0,)))
+    return tokens, logprobs, *topk, *kept
 
 
 register("sample", sample, _fake_sample)

@@ -130,7 +130,7 @@ class Choices(NamedTuple):
         logits, parameters = scores.logits if scores.is_plain else scores.called(), self.plan.parameters or {}
         noise = draws.noise(len(logits), logits.shape[1], logits.device)
         found = functional.sample(logits, **parameters, mask=scores.mask(), noise=noise)
-        if not logits.is_cuda and bool(found.log_probs.isnan().any()):
+        if not logits.is_cuda and bool(found.logprobs.isnan().any()):
             # torch.multinomial says that there is no distribution.
             return torch.multinomial(scores.last().softmax(-1), 1).squeeze(1)
         return found.tokens.squeeze(1)

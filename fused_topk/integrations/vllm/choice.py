@@ -103,8 +103,8 @@ def choose(sampler: Any, logits: Tensor, metadata: Any, vllm: Vllm) -> tuple[Ten
         found: Any = functional.log_softmax_topk(raw, max(count, 1), targets=tokens[:, 0], target_ties="last")
         best, own, ranks = found, found.target_logprobs[:, None], found.target_ranks
     else:
-        drawn: Any = functional.sample(logits, **drawing, logprobs=count, ranks=True)
-        tokens, own, ranks, best = drawn.tokens, drawn.log_probs, drawn.ranks[:, 0], drawn.topk
+        drawn: Any = functional.sample(logits, **drawing, topk=count, ranks=True)
+        tokens, own, ranks, best = drawn.tokens, drawn.logprobs, drawn.ranks[:, 0], drawn.topk
     if listed:
         return tokens[:, 0], _of_listed(raw if is_raw else logits, tokens, own, ranks, listed)
     if not count:
@@ -149,10 +149,8 @@ def _processed(
     sampler: Any, logits: Tensor, metadata: Any, requests: Requests, drawing: dict[str, Any], count: int, vllm: Vllm
 ) -> tuple[Tensor, Report]:
     """Tokens, with the log-probabilities of the distribution that they were drawn from."""
-    drawn: Any = functional.sample(
-        logits, **drawing, logprobs=max(count, 1), truncated_log_probs=True, kept=True, ranks=True
-    )
-    tokens, own, best = drawn.tokens, drawn.log_probs, drawn.topk
+    drawn: Any = functional.sample(logits, **drawing, topk=max(count, 1), logprobs="kept", kept=True, ranks=True)
+    tokens, own, best = drawn.tokens, drawn.logprobs, drawn.topk
     if metadata.logprob_token_ids:
         return tokens[:, 0], _of_listed_after_filters(sampler, logits, metadata, requests, tokens, vllm)
     rows = len(logits)
