@@ -13,12 +13,6 @@ from .protocol import Backend as Backend
 
 _BACKENDS: dict[str, Backend] = {"cuda": cuda, "cpu": cpu, "reference": reference}
 NAMES = tuple(_BACKENDS)
-_name_of = {backend: name for name, backend in _BACKENDS.items()}
-
-
-def name_of(backend: Backend) -> str:
-    """The name by which :func:`pick` gives it."""
-    return _name_of[backend]
 
 
 def available(device: torch.device | None = None) -> dict[str, str | None]:

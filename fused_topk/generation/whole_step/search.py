@@ -98,8 +98,6 @@ class Search(NamedTuple):
         Raises:
             Declined: a step turned out to need the stock operations.
         """
-        if self.streamer is not None:
-            self.streamer.open()
         result = self._run_by_some_way()
         if self.streamer is not None:
             self.streamer.end()
