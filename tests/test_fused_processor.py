@@ -69,6 +69,18 @@ def test_processor_keeps_ties_beyond_its_room_for_them():
     assert torch.equal(FusedTopKLogitsProcessor(top_k=5)(None, scores), TopKLogitsWarper(5)(None, scores))
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"top_p": 0.3}, {"top_p": 0.99}, {"min_p": 0.5}, {"top_p": 0.5, "min_p": 0.1}], ids=str
+)
+def test_what_is_likely_counts_all_that_tie(arguments):
+    """Also those beyond the room for them, where top-p removes the last of the list."""
+    scores = torch.zeros(2, 1000)
+    scores[:, :3] = torch.tensor([3.0, 2.0, 1.0])
+    given = FusedTopKLogitsProcessor(top_k=5, **arguments)(None, scores)
+    expected = stock_chain(5, **arguments)(None, scores)
+    assert torch.equal(given.isfinite().sum(-1), expected.isfinite().sum(-1))
+
+
 ARGUMENTS = {"top_k": 40, "temperature": 1.3, "top_p": 0.9, "min_p": 0.01}
 
 

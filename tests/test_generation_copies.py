@@ -9,6 +9,7 @@ import gc
 import inspect
 import io
 import pickle
+import types
 import weakref
 from unittest import mock
 
@@ -192,3 +193,17 @@ def test_an_enabled_model_is_freed(model):
     del other
     gc.collect()
     assert reference() is None
+
+
+def test_a_copy_of_a_model_with_a_generate_of_its_own(model):
+    """The copy's is that of the user, bound to the copy."""
+
+    def generate(self, *args, **kwargs):
+        return self.mark
+
+    model.generate, model.mark = types.MethodType(generate, model), 1
+    with fused_decoding(model):
+        other = copy.deepcopy(model)
+        other.mark = 2
+        assert other.generate() == 2 and model.generate() == 1
+    assert type(other.generate) is types.MethodType and other.generate.__self__ is other

@@ -13,10 +13,17 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 
 from captured import InVain, graphs_of
-from decoding import Recorder, also, inputs_for, is_likely, one_thread, stats, tiny  # noqa: F401
+from decoding import Recorder, SmallerIndexFirst, also, inputs_for, is_likely, one_thread, stats, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import draws
 from whole_steps import encoder_decoder, family, source_for
@@ -231,3 +238,118 @@ def test_the_record_of_the_best_tokens(options):
         for one, other in zip(expected.topk, record.topk, strict=True):
             assert torch.equal(one.indices, other.indices)
             torch.testing.assert_close(one.values, other.values, rtol=0, atol=5e-5)
+
+
+class Sets(LogitsProcessor):
+    """Changes a number of a warper between two steps."""
+
+    def __init__(self, warper, name, values):
+        self.warper, self.name, self.values = warper, name, list(values)
+
+    def __call__(self, input_ids, scores):
+        setattr(self.warper, self.name, self.values.pop(0))
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        (TemperatureLogitsWarper, "temperature", (5.0, 0.2, 9.0, 1e-6, 1.0)),
+        (TopKLogitsWarper, "top_k", (50, 2, 90, 1, 30)),
+    ],
+)
+def test_warpers_that_change_between_two_steps(kind, name, values):
+    model = family("Llama", 1)
+    found = []
+    for block in (contextlib.nullcontext(), fused_decoding(model)):
+        warper = kind(values[0])
+        processors = LogitsProcessorList([Sets(warper, name, values), warper])
+        torch.manual_seed(3)
+        with block:
+            found.append(
+                model.generate(
+                    **inputs_for(model, 2),
+                    logits_processor=processors,
+                    do_sample=True,
+                    top_k=0,
+                    max_new_tokens=5,
+                    eos_token_id=None,
+                )
+            )
+    assert torch.equal(*found)
+
+
+def test_a_draw_that_raises_leaves_the_generator_as_stock_does():
+    model, states = family("Llama", 1), []
+    for block in (contextlib.nullcontext(), fused_decoding(model)):
+        torch.manual_seed(3)
+        with block, pytest.raises(RuntimeError, match="probability tensor"):
+            model.generate(
+                **inputs_for(model, 2), do_sample=True, logits_processor=[lambda ids, scores: scores * torch.nan]
+            )
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+class At(StoppingCriteria):
+    """Ends all texts at its n-th call."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.left -= 1
+        return torch.full((len(input_ids),), self.left <= 0)
+
+
+def test_a_criterion_is_called_once_a_token_where_scores_become_nan():
+    model = family("Llama", 1)
+    found = []
+    for block in (contextlib.nullcontext(), fused_decoding(model)):
+        nan = [0]
+
+        def spoil(input_ids, scores, nan=nan):
+            nan[0] += 1
+            return scores * torch.nan if nan[0] == 3 else scores
+
+        with block:
+            criteria = StoppingCriteriaList([At(4)])
+            found.append(
+                model.generate(
+                    **inputs_for(model, 2),
+                    num_beams=3,
+                    stopping_criteria=criteria,
+                    logits_processor=[spoil],
+                    max_new_tokens=9,
+                )
+            )
+    assert found[0].shape == found[1].shape
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {}, {"do_sample": True}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids, scores: scores[:, :40],
+        lambda ids, scores: torch.cat([scores, scores[:, :3] + 5], 1).contiguous(),
+        lambda ids, scores: (scores * 100).round().long() if scores.amax() > 0 else scores,
+        lambda ids, scores: scores.double(),
+        lambda ids, scores: scores[:, ::2],
+    ],
+    ids=["fewer", "more", "integers", "float64", "every other"],
+)
+def test_scores_of_another_shape_or_dtype(change, options):
+    model = family("Llama", 1)
+    found = []
+    for block in (contextlib.nullcontext(), fused_decoding(model)):
+        torch.manual_seed(3)
+        with block, SmallerIndexFirst():
+            try:
+                found.append(
+                    model.generate(
+                        **inputs_for(model, 2), logits_processor=[change], max_new_tokens=4, **options
+                    ).tolist()
+                )
+            except Exception as error:
+                found.append(type(error))
+    assert found[0] == found[1]

@@ -9,6 +9,7 @@ import functools
 import gc
 import pickle
 import threading
+import types
 import weakref
 
 import pytest
@@ -376,3 +377,24 @@ def test_a_number_that_a_users_module_may_read_counts(model):
     model.step = 1
     model.model.norm = nn.Sequential(model.model.norm, Reader(model, ["st", "ep"]))
     assert is_seen(model, lambda: setattr(model, "step", 2))
+
+
+def test_weights_can_be_swapped(model):
+    """torch.utils.swap_tensors refuses tensors that have weak references."""
+    with fused_decoding(model):
+        model.generate(**inputs_for(model), **BEAMS)
+        for weight in (model.lm_head.weight, model.model.layers[0].mlp.up_proj.weight):
+            torch.utils.swap_tensors(weight, nn.Parameter(weight.detach().flip(0)))
+    assert_whole(model, **BEAMS)
+
+
+def test_a_function_in_the_place_of_a_models_own_may_read_any_number(model, monkeypatch):
+    model.gain = 1.0
+    assert not is_seen(model, lambda: setattr(model, "gain", 2.0))
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, hidden: hidden)
+    assert is_seen(model, lambda: setattr(model, "gain", 3.0))
+
+
+def test_an_object_in_a_configuration(model):
+    model.config.extra = types.SimpleNamespace(scale=1.0)
+    assert is_seen(model, lambda: setattr(model.config.extra, "scale", 2.0))

@@ -123,15 +123,28 @@ def _wrapped(stock: Any, stock_of: Callable[[Any], Any]) -> Any:
     return generate
 
 
+class _OfInstance(functools.partial[Any]):
+    """Stands for a function that somebody has put in the place of a model's generate(). A copy of it is that function."""
+
+    _fused_topk_stock: Any
+
+    def __reduce__(self) -> Any:
+        return _same, (self._fused_topk_stock,)
+
+
+def _same(function: Any) -> Any:
+    return function
+
+
 def _put(model: Any) -> None:
     kind, own = type(model), vars(model).get(_NAME)
     if not isinstance(vars(kind).get(_NAME), _Generate):
         setattr(kind, _NAME, _Generate(kind))
     if own is not None and not hasattr(own, "_fused_topk_stock"):
         # Somebody has put a function in the place of the method, which comes before what the class has.
-        of_model = functools.partial(_wrapped(own, lambda _: own), model)
+        of_model = _OfInstance(_wrapped(own, lambda _: own), model)
         functools.update_wrapper(of_model, own)
-        of_model._fused_topk_stock = own  # type: ignore[attr-defined]
+        of_model._fused_topk_stock = own
         vars(model)[_NAME] = of_model
 
 

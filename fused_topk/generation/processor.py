@@ -130,22 +130,25 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
         # A length beyond the kernels' limit is cut to that limit, if k itself is within it.
         length = min(vocab_size, length if length <= MAX_K else max(self.top_k, MAX_K))
         found = functional.topk(scores, length)
-        kept = self._of_best(found.values)
-        if length < vocab_size and not bool(kept[:, -1].isneginf().all()):
+        best = self._topk_of(found.values)
+        if length < vocab_size and not bool(best[:, -1].isneginf().all()):
             # More ties than there was room for: the whole row as the list.
             found = functional.topk(scores, vocab_size)
-            kept = self._of_best(found.values)
+            best = self._topk_of(found.values)
+        kept = self._likely_of(best)
         kept = kept.masked_fill(kept.isneginf(), self.filter_value).to(scores.dtype)
         return torch.full_like(scores, self.filter_value).scatter_(-1, found.indices, kept)
 
-    def _of_best(self, scores: Tensor) -> Tensor:
-        """float32 [R, n]: the new scores of the best tokens of each row, given their scores, best first; -inf where removed."""
+    def _topk_of(self, scores: Tensor) -> Tensor:
+        """float32 [R, n]: the best scores of each row, best first, divided by the temperature; -inf where top-k removes them."""
         # In the dtype of the scores, which decides what ties.
-        scores = (
-            scores.float() if self.temperature == 1 else (scores.float() / self.temperature).to(scores.dtype).float()
-        )
-        kth = min(self.top_k, scores.shape[1]) - 1
-        scores = scores.masked_fill(scores < scores[:, kth : kth + 1], -torch.inf)
+        wide = scores.float()
+        wide = wide if self.temperature == 1 else (wide / self.temperature).to(scores.dtype).float()
+        kth = min(self.top_k, wide.shape[1]) - 1
+        return wide.masked_fill(wide < wide[:, kth : kth + 1], -torch.inf)
+
+    def _likely_of(self, scores: Tensor) -> Tensor:
+        """The same after top-p and min-p."""
         at_least = self.min_tokens_to_keep
         if self.top_p < 1:
             # Added up as transformers does, in ascending order.

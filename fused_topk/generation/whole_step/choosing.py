@@ -87,7 +87,8 @@ class Choices(NamedTuple):
             self.topk.steps.append(functional.log_softmax_topk(logits, min(self.topk.k, logits.shape[-1])))
         scores = _Scores(self.plan, logits, text, are_log_probs=not is_greedy)
         if kept is not None:
-            kept.add(logits, scores.last)
+            # With beams stock keeps copies, and a processor may write to what it has returned.
+            kept.add(logits, scores.last if is_greedy else lambda: scores.last().clone())
         if is_greedy:
             chosen = of_first(self._drawn(scores) if self.config.do_sample else self._greatest(scores), self.group)
             if self.criteria.read_text:
@@ -98,9 +99,11 @@ class Choices(NamedTuple):
                 )
             return texts.choose_tokens(state, constants, chosen, now, are_last)
         totals, indices = (of_first(each, self.group) for each in self._continuations(scores, state))
+        # Processors may return fewer or more columns.
+        width = logits.shape[-1] if scores.is_plain else scores.last().shape[-1]
         if self.criteria.read_text:
-            are_last = are_last | self._ends(text, indices, logits.shape[-1], kept)
-        return beams.choose(state, constants, totals, indices, logits.shape[-1], now, are_last)
+            are_last = are_last | self._ends(text, indices, width, kept)
+        return beams.choose(state, constants, totals, indices, width, now, are_last)
 
     def by_head(self, head: Head, state: Any, constants: Any, hidden: Tensor, step: int, place: Place) -> Any:
         """The same from hidden states [rows, H], in a call in which nothing else reads logits."""
@@ -123,15 +126,21 @@ class Choices(NamedTuple):
         return self.criteria.end(continued.flatten(0, 1), scores).view_as(indices)
 
     def _greatest(self, scores: _Scores) -> Tensor:
-        given = scores.logits if scores.is_plain else scores.last()
-        return functional.topk(given, 1, mask=scores.mask()).indices.squeeze(1)
+        if scores.is_plain:
+            return functional.topk(scores.logits, 1, mask=scores.mask()).indices.squeeze(1)
+        return scores.last().argmax(-1)
 
     def _drawn(self, scores: _Scores) -> Tensor:
-        logits, parameters = scores.logits if scores.is_plain else scores.called(), self.plan.parameters or {}
+        logits, parameters = scores.logits if scores.is_plain else scores.called(), self.plan.parameters
+        # A processor may return scores of another dtype, in which stock goes on.
+        if parameters is None or not (scores.is_plain or logits.dtype is torch.float32):
+            return draws.drawn(scores.last(), 1).squeeze(1)
+        state = None if logits.is_cuda else torch.get_rng_state()
         noise = draws.noise(len(logits), logits.shape[1], logits.device)
         found = functional.sample(logits, **parameters, mask=scores.mask(), noise=noise)
-        if not logits.is_cuda and bool(found.logprobs.isnan().any()):
-            # torch.multinomial says that there is no distribution.
+        if state is not None and bool(found.logprobs.isnan().any()):
+            # torch.multinomial says that there is no distribution, before it draws.
+            torch.set_rng_state(state)
             return torch.multinomial(scores.last().softmax(-1), 1).squeeze(1)
         return found.tokens.squeeze(1)
 
@@ -150,7 +159,7 @@ class Choices(NamedTuple):
         if not _has_nan(found[0]):
             return found
         # torch.topk decides their order.
-        if not self.plan.asks_host:
+        if not (self.plan.asks_host or self.criteria.ask_host):
             raise Declined("NaN among the scores")
         values, indices = torch.topk(_total(scores.last(), beam_scores), number)
         return values, indices

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,9 +124,15 @@ class _Pieces:
             raise NothingCompiled
         return result
 
-    def rest(self) -> None:
-        """Lets go of the tensors, weights among them, until the next call."""
-        self._piece, self._inputs = None, ()
+
+class Place(NamedTuple):
+    """Where a module has a weight."""
+
+    table: Mapping[str, Any]
+    name: str
+
+    def now(self) -> Any:
+        return self.table[self.name]
 
 
 class OneGraph:
@@ -141,14 +147,14 @@ class OneGraph:
         self._code, self._args = code, args
         self._piece: Callable[..., Any] | None = None
         self._inputs: tuple[Any, ...] = ()
-        # Whether weak references stand for the tensors among the inputs.
+        # Whether places stand for the weights among the inputs.
         self._rests = False
         # Which of the piece's outputs the function returns; None for none.
         self._returned: int | None = None
 
     def __call__(self) -> Any:
         if self._rests:
-            self._inputs = tuple(each() if isinstance(each, weakref.ref) else each for each in self._inputs)
+            self._inputs = tuple(each.now() if isinstance(each, Place) else each for each in self._inputs)
             self._rests = False
         if self._piece is not None:
             outputs = self._piece(*self._inputs)
@@ -158,8 +164,8 @@ class OneGraph:
             self._returned = next(i for i, output in enumerate(outputs) if output is result)
         return result
 
-    def rest(self) -> None:
-        """Lets go of the tensors, the model's weights among them, until the next call."""
+    def rest(self, places: Mapping[int, Place]) -> None:
+        """Lets go of the model's weights until the next call. places: of the weights, by their id()."""
         if not self._rests:
-            self._inputs = tuple(weakref.ref(each) if isinstance(each, Tensor) else each for each in self._inputs)
+            self._inputs = tuple(places.get(id(each), each) for each in self._inputs)
             self._rests = True

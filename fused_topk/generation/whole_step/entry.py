@@ -207,6 +207,8 @@ class Loop:
             return search.run()
         except Declined as declined:
             reason = str(declined)
+        if self._topk is not None:
+            self._topk.steps.clear()
         if together is not None:
             together.refuse()
         name = reasons.loop_of(generation_config)

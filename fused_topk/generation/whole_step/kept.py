@@ -28,7 +28,7 @@ from ... import functional
 from ..tensor_parallel.group import all_say
 from . import compiled, graphs
 from .beams import choose
-from .compiled import Codes, OneGraph
+from .compiled import Codes, OneGraph, Place
 from .decoder import Decoder, Prompt
 from .head import Head
 from .reasons import raise_if_from_a_signal, said_by
@@ -53,6 +53,7 @@ class KeptStep:
         device, is_greedy = shape.device, shape.beams == 1
         if head is not None and not head.serves(shape.batch * shape.beams, 1 if is_greedy else shape.kept):
             head = None
+        self._twin = twin
         self._head = head
         self._group = group
         self.decoder = decoder_of(twin)(
@@ -199,9 +200,13 @@ class KeptStep:
 
     def rest(self) -> None:
         """Lets go of the model's weights until the next call."""
-        for run in self._runs.values():
-            if isinstance(run, OneGraph):
-                run.rest()
+        compiled_runs = [run for run in self._runs.values() if isinstance(run, OneGraph)]
+        if not compiled_runs:
+            return
+        tables = [table for module in self._twin.modules() for table in (module._parameters, module._buffers)]
+        places = {id(each): Place(table, name) for table in tables for name, each in table.items() if each is not None}
+        for run in compiled_runs:
+            run.rest(places)
 
     def read_prompt(self, prompt: Prompt) -> Tensor:
         return self.decoder.read_prompt(prompt)

@@ -50,8 +50,8 @@ _STATELESS = frozenset(
 ) | {FusedTopKLogitsProcessor, TrieLogitsProcessor}
 # The parameters of fused_topk.sample(), by the warper that it stands for, in the order in which sample() applies them.
 _PARAMETERS: dict[type, tuple[str, Callable[[Any], bool]]] = {
-    # Beyond these temperatures scores overflow in float32, or have no digits left.
-    logits_process.TemperatureLogitsWarper: ("temperature", lambda number: 1e-30 <= number <= 1e30),
+    # Beyond these temperatures scores may overflow in float32, or have no digits left.
+    logits_process.TemperatureLogitsWarper: ("temperature", lambda number: 1e-4 <= number <= 1e4),
     logits_process.TopKLogitsWarper: ("top_k", lambda number: isinstance(number, int) and number >= 1),
     logits_process.TopPLogitsWarper: ("top_p", lambda number: 0 < number <= 1),
     logits_process.MinPLogitsWarper: ("min_p", lambda number: 0 <= number <= 1),
@@ -74,7 +74,6 @@ class Plan:
     processors: all of them.
     called: those that are called, in order, where the choice stands for the others.
     constraint: the processor whose mask the choice takes; None for none.
-    parameters: of the choice by chance; None where nothing is drawn.
     asks_host: whether one of them may look at texts on the host, or must be called exactly once in a step. Then a step waits for the one
         before it.
     """
@@ -83,44 +82,23 @@ class Plan:
         """Args: is_drawn: whether the call samples without beams."""
         self.processors = list(processors)
         self.called = list(self.processors)
-        self.parameters: dict[str, Any] | None = {} if is_drawn else None
-        while is_drawn and self.called and self._takes(self.called[-1]):
+        while is_drawn and self.called and _parameters(self.processors[len(self.called) - 1 :]) is not None:
             self.called.pop()
         first = next(iter(self.called), None)
         is_one = type(first) is TrieLogitsProcessor and is_as_published(type(first)) and len(self.called) == 1
         self.constraint: TrieLogitsProcessor | None = first if is_one else None
+        self._warpers = self.processors[len(self.called) :]
         if is_one:
             self.called = []
         self.asks_host = any(
             type(each) not in _STATELESS or not is_as_published(type(each)) for each in self.processors
         )
 
-    def _takes(self, processor: Any) -> bool:
-        """Whether the parameters stand for this processor, too, which comes before those that they stand for already."""
-        kind, known = type(processor), vars(processor)
-        if not is_as_published(kind) or self.parameters is None:
-            return False
-        if kind is logits_process.LogitNormalization:
-            # To renormalise a row does not change its distribution.
-            return True
-        found: dict[str, Any] = {}
-        if kind is FusedTopKLogitsProcessor:
-            found = {name: known[name] for name in _NAMES if known[name] != _NO_EFFECT.get(name)}
-        elif kind in _PARAMETERS:
-            name, _ = _PARAMETERS[kind]
-            found = {name: known.get(name)}
-        # sample() keeps one token at least.
-        is_plain = known.get("filter_value", -float("inf")) == -float("inf") and known.get("min_tokens_to_keep", 1) == 1
-        is_in_order = all(_NAMES.index(one) < _NAMES.index(other) for one in found for other in self.parameters)
-        are_right = all(
-            type(found[name]) in (int, float) and takes(found[name])
-            for name, takes in _PARAMETERS.values()
-            if name in found
-        )
-        if not found or not is_plain or not is_in_order or not are_right or not known.keys() <= _ATTRIBUTES:
-            return False
-        self.parameters = {**found, **self.parameters}
-        return True
+    @property
+    def parameters(self) -> dict[str, Any] | None:
+        """The parameters of sample() that stand for the warpers at the end, as they are now: a user's function may change them between
+        two steps. None where nothing stands for them any more."""
+        return _parameters(self._warpers)
 
     def run(self, text: Any, scores: Tensor) -> Tensor:
         """The scores [R, V] after the processors that are called."""
@@ -129,6 +107,41 @@ class Plan:
     def run_rest(self, text: Any, scores: Tensor) -> Tensor:
         """The scores of :meth:`run` after the processors that the choice stands for."""
         return _run(self.processors[len(self.called) :], text, scores)
+
+
+def _parameters(warpers: list[Any]) -> dict[str, Any] | None:
+    """What sample() is asked for in the place of these warpers; None where it cannot stand for them."""
+    parameters: dict[str, Any] = {}
+    for each in reversed(warpers):
+        found = _parameters_of(each)
+        # In the order of sample().
+        if found is None or any(_NAMES.index(one) >= _NAMES.index(other) for one in found for other in parameters):
+            return None
+        parameters = {**found, **parameters}
+    return parameters
+
+
+def _parameters_of(processor: Any) -> dict[str, Any] | None:
+    kind = type(processor)
+    if not is_as_published(kind):
+        return None
+    if kind is logits_process.LogitNormalization:
+        # To renormalise a row does not change its distribution.
+        return {}
+    known, found = vars(processor), {}
+    if kind is FusedTopKLogitsProcessor:
+        found = {name: known.get(name) for name in _NAMES if known.get(name) != _NO_EFFECT.get(name)}
+    elif kind in _PARAMETERS:
+        name, _ = _PARAMETERS[kind]
+        found = {name: known.get(name)}
+    # sample() keeps one token at least.
+    is_plain = known.get("filter_value", -float("inf")) == -float("inf") and known.get("min_tokens_to_keep", 1) == 1
+    are_right = all(
+        type(found[name]) in (int, float) and takes(found[name])
+        for name, takes in _PARAMETERS.values()
+        if name in found
+    )
+    return found if found and is_plain and are_right and known.keys() <= _ATTRIBUTES else None
 
 
 def _run(processors: list[Any], text: Any, scores: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ exception.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import operator
@@ -18,9 +17,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -109,11 +110,12 @@ class Snapshot:
     """What a model consisted of when its twin was made: classes, attributes, parts, and weights without their values.
 
     The contents of containers and configurations are looked at, too, at any depth, because they may be changed in place. Modules and
-    tensors are not held. Once one of them is gone, the model has changed.
+    tensors are not held. Tensors have no weak references here, which torch.utils.swap_tensors does not allow: another one in the same
+    place has another id, or as the old one is gone, the same memory and layout, and nothing that is kept depends on more.
 
     Args:
         skipped: attributes that do not count, of the model and of parts of it that can generate by themselves.
-        forget: called once something is gone, at any time.
+        forget: called once a module is gone, at any time.
     """
 
     def __init__(self, model: nn.Module, skipped: frozenset[str], forget: Callable[[], object] = lambda: None) -> None:
@@ -134,38 +136,30 @@ class Snapshot:
         self._parts = self._noted(parts)
         # Each function that looks at a part, the part or a weak reference to it, and what has been found.
         self._held: list[tuple[_Look, Any, _Parts]] = []
-        self._tensors: list[weakref.ref[Any]] = []
-        # The tensors that are spread over processes.
-        self._spread: list[weakref.ref[Any]] = []
         kinds, known = {type(model)}, {id(model)}
         pending = [*_looks(model, parts, skipped, numbers)]
         while pending:
             look, part = pending.pop()
-            if id(part) in known:
+            if id(part) in known or look is None:
                 continue
             known.add(id(part))
-            if look is not None:
-                parts = look(part)
-                self._held.append((look, self._refs.get(id(part), part), self._noted(parts)))
-                pending += _looks(part, parts, skipped, numbers)
-                kinds.add(type(part))
-            elif type(part) in (Tensor, nn.Parameter) and part.layout is torch.strided and not part.is_nested:
-                self._tensors.append(self._refs[id(part)])
-            elif hasattr(part, "_local_tensor"):
-                self._spread.append(self._refs[id(part)])
-        self._layouts = self._all_layouts()
+            parts = look(part)
+            self._held.append((look, self._refs.get(id(part), part), self._noted(parts)))
+            pending += _looks(part, parts, skipped, numbers)
+            kinds.add(type(part))
         self._kinds = [kind for kind in kinds if issubclass(kind, nn.Module)]
         self._forwards = self._defined_forwards()
 
     def _noted(self, parts: tuple[Any, ...]) -> _Parts:
-        values = []
-        for part in parts:
-            if isinstance(part, (nn.Module, Tensor)):
-                if id(part) not in self._refs:
-                    self._refs[id(part)] = weakref.ref(part, self._gone)
-                part = _OTHER
-            values.append(part)
-        return _Parts(tuple(map(id, parts)), tuple(values))
+        values, layouts = [], []
+        for number, part in enumerate(parts):
+            if isinstance(part, nn.Module) and id(part) not in self._refs:
+                self._refs[id(part)] = weakref.ref(part, self._gone)
+            layout = _layout_of(part)
+            if layout is not None:
+                layouts.append((number, layout))
+            values.append(_OTHER if isinstance(part, (nn.Module, Tensor)) else part)
+        return _Parts(tuple(map(id, parts)), tuple(values), tuple(layouts))
 
     def is_of(self, model: nn.Module) -> bool:
         try:
@@ -173,16 +167,11 @@ class Snapshot:
                 self._is_whole
                 and self._parts.are_those_of(self._look(model))
                 and all(parts.are_those_of(look(_held(part))) for look, part, parts in self._held)
-                and self._all_layouts() == self._layouts
                 and _are_same(self._defined_forwards(), self._forwards)
             )
         except (KeyError, ReferenceError):
             # An attribute has gone, or a part.
             return False
-
-    def _all_layouts(self) -> list[tuple[Any, ...]]:
-        of_tensors = [_layout(_held(each)) for each in self._tensors]
-        return [*of_tensors, *(_layout(_held(each)._local_tensor) for each in self._spread)]
 
     def _defined_forwards(self) -> tuple[Any, ...]:
         """The forward methods of the modules' classes, as the classes define them."""
@@ -197,17 +186,20 @@ class _Parts(NamedTuple):
     """The parts of an object when it was looked at."""
 
     ids: tuple[int, ...]
-    values: tuple[Any, ...]  # _OTHER for modules and tensors, whose ids no other object gets before they are gone
+    values: tuple[Any, ...]  # _OTHER for modules and tensors
+    layouts: tuple[tuple[int, Any], ...]  # those of tensors, by their places
 
     def are_those_of(self, now: tuple[Any, ...]) -> bool:
         ids = tuple(map(id, now))
-        return ids == self.ids or (
-            len(ids) == len(self.ids)
-            and all(
+        if ids != self.ids and (
+            len(ids) != len(self.ids)
+            or not all(
                 one == other or _is_same(value, part)
                 for one, other, value, part in zip(ids, self.ids, self.values, now, strict=True)
             )
-        )
+        ):
+            return False
+        return all(_layout_of(now[number]) == layout for number, layout in self.layouts)
 
 
 def _held(part: Any) -> Any:
@@ -225,53 +217,57 @@ def _held(part: Any) -> Any:
 class _Numbers:
     """Which attributes of a model's modules are numbers that no code of these modules reads, such as a trainer's count of steps.
 
-    Such a name stands in no function of the files in which the modules' classes are defined. Where a file that is not of transformers or
-    torch gets attributes by names that it makes, every number may be read.
+    Such a name stands in no function of the files in which the modules' classes are defined. Where a function of another package than
+    transformers and torch is among them, every number may be read.
     """
 
     def __init__(self, model: nn.Module) -> None:
         kinds = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
-        of_files = {file: _names_in(file) for file in {kind.__module__ for kind in kinds}}
-        self._names = frozenset().union(*of_files.values())
-        others = [names for file, names in of_files.items() if not file.startswith(("transformers.", "torch."))]
-        self._may_be_any = any(names & _BY_NAME for names in others)
+        self._names: set[str] = set()
+        self._may_be_any = not all(_adds_names(file, self._names) for file in {kind.__module__ for kind in kinds})
 
     def are_unread(self, name: str, value: Any) -> bool:
         return type(value) in (int, float) and name not in self._names and not self._may_be_any
 
 
-_BY_NAME = {"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "eval", "exec"}
+_FOLDERS = tuple(str(Path(str(package.__file__)).parent) for package in (torch, transformers))
 
 
-@functools.lru_cache(maxsize=64)
-def _names_in(file: str) -> frozenset[str]:
-    """All names and strings in the functions of a module of Python."""
-    found: set[str] = set()
+def _adds_names(file: str, found: set[str]) -> bool:
+    """Adds all names and strings in the functions of a module of Python. Returns whether these are known.
+
+    They are where the module is of transformers or torch; and if it is one of models, so are all functions of its classes, and nobody
+    has put another function in the place of one of the module's: a function of another package has its own name there.
+    """
+    is_of_models = file.startswith("transformers.models.")
+    if not file.startswith(("transformers.", "torch.")) or file not in sys.modules:
+        return False
     known: set[int] = set()
-    pending: list[Any] = [*vars(sys.modules[file]).values()] if file in sys.modules else []
+    pending: list[tuple[str, Any, bool]] = [(name, each, False) for name, each in vars(sys.modules[file]).items()]
     while pending:
-        each = pending.pop()
+        name, each, is_of_class = pending.pop()
         if id(each) in known:
             continue
         known.add(id(each))
         if isinstance(each, types.CodeType):
             found.update(each.co_names, each.co_freevars)
-            pending += each.co_consts
+            pending += [(name, const, is_of_class) for const in each.co_consts]
         elif isinstance(each, str):
             found.add(each)
         elif isinstance(each, types.FunctionType):
-            pending.append(each.__code__)
-            for cell in each.__closure__ or ():
-                # A cell may be empty.
-                with contextlib.suppress(ValueError):
-                    pending.append(cell.cell_contents)
+            is_known = each.__code__.co_filename.startswith(_FOLDERS)
+            # Those that dataclasses makes are no code of a model.
+            is_made = name.startswith("__") and is_of_class
+            if is_of_models and not is_known and not is_made and (is_of_class or each.__name__ != name):
+                return False
+            pending.append((name, each.__code__, is_of_class))
         elif isinstance(each, (classmethod, staticmethod)):
-            pending.append(each.__func__)
+            pending.append((name, each.__func__, is_of_class))
         elif isinstance(each, property):
-            pending += [each.fget]
+            pending.append((name, each.fget, is_of_class))
         elif isinstance(each, type) and each.__module__ == file:
-            pending += vars(each).values()
-    return frozenset(found)
+            pending += [(name, part, True) for name, part in vars(each).items()]
+    return True
 
 
 # Gives the parts of an object: all that it holds, in order.
@@ -297,7 +293,9 @@ def _looks(
             look = _of_dict
         elif isinstance(part, (list, tuple, set, frozenset, deque)):
             look = tuple
-        elif hasattr(part, "__dict__") and (isinstance(part, PretrainedConfig) or is_dataclass(type(part))):
+        elif hasattr(part, "__dict__") and (
+            isinstance(part, (PretrainedConfig, types.SimpleNamespace)) or is_dataclass(type(part))
+        ):
             look = _of_config
         yield look, part
     # The twin has a copy of the configuration, whatever its class.
@@ -338,10 +336,17 @@ def _of_config(config: Any) -> tuple[Any, ...]:
     return (*_of_dict(vars(config)), function)
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
+def _layout_of(part: Any) -> tuple[Any, ...] | None:
+    """What a kept step depends on of a tensor beside its values; None for anything else."""
+    if not isinstance(part, Tensor):
+        return None
+    # A tensor that is spread over processes.
+    part = getattr(part, "_local_tensor", part)
+    if part.layout is not torch.strided or part.is_nested:
+        return None
     # A captured graph reads weights at their old addresses. All other code looks the addresses up in each call.
-    address = tensor.data_ptr() if tensor.is_cuda else None
-    return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), address
+    address = part.data_ptr() if part.is_cuda else None
+    return part.dtype, part.device, part.shape, part.stride(), address
 
 
 def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
