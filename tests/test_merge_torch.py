@@ -89,7 +89,7 @@ def test_opcheck(backend, values, temperature):
     )
     parts = stacked(states(backend, logits.detach(), 4, [10, 20]))
     parts = [x.requires_grad_(x.is_floating_point()) for x in parts]
-    t = torch.tensor([0.5, 1.0, 2.0], device=backend.device) if temperature == "rows" else 1.0
+    t = torch.tensor([0.5, 1.0, 2.0], device=backend.device) if temperature == "rows" else None
     for lengths in (None, torch.tensor([10, 10, 20], dtype=torch.int32, device=backend.device)):
         arguments = (*parts, lengths, 6, 1.5, t, values, "allowed", backend.name)
         torch.library.opcheck(torch.ops.fused_topk.merge_parts.default, arguments)
