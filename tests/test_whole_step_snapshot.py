@@ -8,6 +8,7 @@ import copy
 import functools
 import gc
 import pickle
+import sys
 import threading
 import types
 import weakref
@@ -398,3 +399,30 @@ def test_a_function_in_the_place_of_a_models_own_may_read_any_number(model, monk
 def test_an_object_in_a_configuration(model):
     model.config.extra = types.SimpleNamespace(scale=1.0)
     assert is_seen(model, lambda: setattr(model.config.extra, "scale", 2.0))
+
+
+class WithoutMemory(torch.Tensor):
+    """As tensors of quantization libraries may be: asked for its memory, it raises."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+def test_other_kinds_of_tensors_are_not_asked_for_their_memory(model):
+    model.table = torch.zeros(3).as_subclass(WithoutMemory)
+    assert not is_seen(model, lambda: None)
+    assert is_seen(model, lambda: setattr(model, "table", torch.ones(3).as_subclass(WithoutMemory)))
+
+
+@pytest.mark.parametrize("names", [("gain", "shift"), ["gain"], {"first": "gain"}, frozenset({"gain"})], ids=str)
+def test_names_in_a_list_of_a_models_file_are_read(model, names, monkeypatch):
+    model.gain = 1.0
+    monkeypatch.setattr(sys.modules[type(model).__module__], "NAMES_READ", names, raising=False)
+    assert is_seen(model, lambda: setattr(model, "gain", 2.0))
+
+
+def test_a_call_of_a_users_own_in_a_class_of_models_may_read_any_number(model, monkeypatch):
+    model.gain = 1.0
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "__call__", lambda self, hidden: hidden)
+    assert is_seen(model, lambda: setattr(model, "gain", 2.0))

@@ -233,6 +233,10 @@ class _Numbers:
 _FOLDERS = tuple(str(Path(str(package.__file__)).parent) for package in (torch, transformers))
 
 
+# Methods that dataclasses makes, which are no code of a model.
+_OF_DATACLASSES = {"__init__", "__repr__", "__eq__", "__hash__", "__setattr__", "__delattr__", "__replace__"}
+
+
 def _adds_names(file: str, found: set[str]) -> bool:
     """Adds all names and strings in the functions of a module of Python. Returns whether these are known.
 
@@ -254,10 +258,13 @@ def _adds_names(file: str, found: set[str]) -> bool:
             pending += [(name, const, is_of_class) for const in each.co_consts]
         elif isinstance(each, str):
             found.add(each)
+        elif isinstance(each, (tuple, list, set, frozenset, dict)):
+            # Names may stand in a list.
+            pending += [(name, part, is_of_class) for part in (each.values() if isinstance(each, dict) else each)]
+            pending += [(name, part, is_of_class) for part in each if isinstance(part, str)]
         elif isinstance(each, types.FunctionType):
             is_known = each.__code__.co_filename.startswith(_FOLDERS)
-            # Those that dataclasses makes are no code of a model.
-            is_made = name.startswith("__") and is_of_class
+            is_made = name in _OF_DATACLASSES and is_of_class
             if is_of_models and not is_known and not is_made and (is_of_class or each.__name__ != name):
                 return False
             pending.append((name, each.__code__, is_of_class))
@@ -338,11 +345,10 @@ def _of_config(config: Any) -> tuple[Any, ...]:
 
 def _layout_of(part: Any) -> tuple[Any, ...] | None:
     """What a kept step depends on of a tensor beside its values; None for anything else."""
-    if not isinstance(part, Tensor):
-        return None
-    # A tensor that is spread over processes.
-    part = getattr(part, "_local_tensor", part)
-    if part.layout is not torch.strided or part.is_nested:
+    # A tensor that is spread over processes has one.
+    part = getattr(part, "_local_tensor", part) if isinstance(part, Tensor) else None
+    # Other kinds of tensors need not have a memory.
+    if type(part) not in (Tensor, nn.Parameter) or part.layout is not torch.strided or part.is_nested:
         return None
     # A captured graph reads weights at their old addresses. All other code looks the addresses up in each call.
     address = part.data_ptr() if part.is_cuda else None
