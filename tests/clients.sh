@@ -8,16 +8,13 @@
 # libraries get a virtual environment on top of it, in FOLDER, which is kept for the next run, or in a temporary one. It takes some 700 MB.
 set -euo pipefail
 tests=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$tests/environment_above.sh"
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/clients.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 environment=$(realpath -m "${1:-$work/environment}")
 if [[ ! -e $environment/complete ]]; then
-  below=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  python -m venv "$environment"
-  above=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  # site.addsitedir appends: what is installed here comes first.
-  echo "import site; site.addsitedir('$below')" >"$above/environment_below.pth"
+  environment_above "$environment"
   # The libraries have to work with these, and bring none of their own.
   kept=(accelerate huggingface_hub numpy tokenizers torch transformers)
   python -c 'import sys; from importlib.metadata import version; print(*(f"{each}=={version(each)}" for each in sys.argv[1:]), sep="\n")' \

