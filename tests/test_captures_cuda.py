@@ -143,6 +143,28 @@ def test_the_memory_of_a_graph_comes_back(cuda):
     assert torch.cuda.memory_reserved() <= reserved
 
 
+def test_garbage_is_not_collected_during_a_capture(cuda):
+    """A graph's pool gives its memory back where Python finds the graph to be garbage. That breaks a capture."""
+    x = torch.ones(4, device="cuda")
+    circles = [[Graph(lambda: x * 2, x.device)]]
+    circles[0].append(circles[0])
+
+    def run():
+        if torch.cuda.is_current_stream_capturing():
+            circles.clear()
+            [[] for _ in range(10_000)]  # Each list is one more object of the collector's youngest generation.
+        return x + 1
+
+    before = gc.get_threshold()
+    gc.set_threshold(100, 1, 1)
+    try:
+        graph = Graph(run, x.device)
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
+    assert graph.replay().tolist() == [2.0] * 4
+
+
 def test_other_threads_draw_during_captures(cuda):
     device, x = torch.device("cuda"), torch.ones(1 << 16, device="cuda")
     errors, is_over, drawn = [], threading.Event(), []

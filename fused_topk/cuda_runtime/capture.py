@@ -10,8 +10,9 @@ an exception, as for any operation that a capture does not permit.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Graph:
 
     def _captured(self, run: Callable[[], Any]) -> Any:
         runtime, stream = self._runtime, self._stream.cuda_stream
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._index):
+        with _without_collector(), torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._index):
             runtime.streamBeginCapture(stream, runtime.streamCaptureModeThreadLocal)
             try:
                 output = run()
@@ -93,6 +94,19 @@ class Graph:
         if getattr(self, "_execution", 0):
             with contextlib.suppress(Exception):
                 self._runtime.graphExecDestroy(self._execution)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Python's garbage collector waits. What it finds may own memory of the device, and a free of that breaks the capture."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _new_stream(device: torch.device) -> Any:
