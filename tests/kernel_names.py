@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from benchmark.choices import FULL_ROW_VARIANTS
-from fused_topk.layout import full_row_launch, launch, router_launch, topk_launch
+from fused_topk.layout import attention_launch, full_row_launch, launch, router_launch, topk_launch
 from fused_topk.layout.full_row_choice import FullRowChoice
 from fused_topk.layout.launch import FORMATS
 from fused_topk.layout.topk_choice import VARIANTS, KernelChoice, Method, choose
@@ -72,4 +72,11 @@ def small() -> list[str]:
             *(launch.sample_kernel(dtype, *which) for which in ((True, False), (True, True), (False, False))),
             launch.rank_kernel(dtype),
         )
+    ]
+
+
+def of_attention() -> list[str]:
+    """step_attention.cu, for GPUs whose tensor cores multiply pairs of either format."""
+    return [
+        attention_launch.kernel_name(dtype, dim) for dtype in attention_launch.DTYPES for dim in attention_launch.DIMS
     ]

@@ -12,6 +12,7 @@ import pytest
 
 import kernel_names
 from fused_topk.cuda_runtime import driver, kernel_source
+from fused_topk.layout.attention_launch import OLDEST_ARCHITECTURE as OLDEST_OF_ATTENTION
 from fused_topk.layout.topk_choice import Method
 from kept import built, key
 from nvrtc_library import of_cuda12
@@ -158,6 +159,14 @@ def test_sampling_kernels_compile_without_spills(nvrtc, architecture):
         assert_no_spills(kernel, log)
         (used,) = re.findall(r"(\d+) bytes smem", log)
         assert int(used) <= 48 << 10, kernel
+
+
+@pytest.mark.parametrize("architecture", [each for each in kernel_source.ARCHITECTURES if each >= OLDEST_OF_ATTENTION])
+def test_attention_kernels_compile_without_spills(nvrtc, request, architecture):
+    for kernel in share(kernel_names.of_attention(), request.node.callspec.params["nvrtc"], architecture):
+        _, entry, log = driver.compile_kernel(kernel, architecture)
+        assert "step_attention_kernel" in entry
+        assert_no_spills(kernel, log)
 
 
 def test_the_second_nvrtc_is_cuda_12s(nvrtc, request):

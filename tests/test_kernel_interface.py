@@ -13,7 +13,7 @@ import pytest
 import kernel_names
 from benchmark import choices
 from fused_topk.cuda_runtime import kernel_source
-from fused_topk.layout import kernel_arguments, launch, router_launch, topk_choice, topk_launch
+from fused_topk.layout import attention_launch, kernel_arguments, launch, router_launch, topk_choice, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, Method
 from simt import build
 from simt.translate import translate
@@ -31,6 +31,7 @@ KERNEL_OF = {
     kernel_arguments.Routing: "fused_topk::routers::route_experts_kernel",
     kernel_arguments.TargetRanks: "fused_topk::ranks::target_ranks_kernel",
     kernel_arguments.LogitGradients: "fused_topk::gradients::logit_gradient_kernel",
+    kernel_arguments.StepAttention: "fused_topk::attention::step_attention_kernel",
 }
 
 
@@ -182,6 +183,21 @@ def test_blocks_of_gradients():
         f"gradients::kSpanVectors * sizeof(Vector) == {launch.GRADIENT_SPAN_BYTES}",
     ]
     assert failures(KERNEL_OF[kernel_arguments.LogitGradients], claims) == ""
+
+
+def test_launches_of_attention():
+    claims = [
+        f"attention::kWarps == {attention_launch.WARPS}",
+        f"attention::kRows == {attention_launch.ROWS}",
+    ]
+    for dim in attention_launch.DIMS:
+        planned = attention_launch.plan(1, 1, 1, 1, dim, 256, 1)
+        claims += [
+            f"attention::kBlocks<{dim}> == {attention_launch.resident_blocks(dim)}",
+            f"{dim} / attention::kOwn<{dim}> == {planned.grid[2]}",
+            f"attention::kStateWords<{dim}> * {planned.parts * planned.grid[2]} == {planned.state_words}",
+        ]
+    assert failures(KERNEL_OF[kernel_arguments.StepAttention], claims) == ""
 
 
 @pytest.mark.parametrize("itemsize", FORMATS)

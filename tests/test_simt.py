@@ -159,6 +159,7 @@ def test_every_kernel_is_tested():
         *kernel_names.of_full_rows(),
         *kernel_names.of_routers(),
         *kernel_names.small(),
+        *kernel_names.of_attention(),
         *ladder_rungs.kernel_names(),
     ]
     named = {re.split("<", name)[0] for name in (*tested, *elsewhere)}

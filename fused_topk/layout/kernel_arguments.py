@@ -62,6 +62,7 @@ Routing = _structure("Routing", "routers/route_experts.cu")
 TargetRanks = _structure("TargetRanks", "ranks/target_ranks.cu")
 LogitGradients = _structure("LogitGradients", "linear/logit_gradient.cu", RowNumbers=RowNumbers)
 SampleRows = _structure("SampleRows", "draws/sample_request.cuh", DrawNumbers=DrawNumbers)
+StepAttention = _structure("StepAttention", "attention/step_attention.cu")
 
 
 def address(tensor: Tensor | None) -> int:

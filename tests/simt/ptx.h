@@ -127,6 +127,42 @@ inline void fma_rn_f16x2(u32& y, u32 a, u32 b, u32 c) {
   y = half(16) << 16 | half(0);
 }
 
+// Products on tensor cores: rows g and g + 8, columns 2c and 2c + 1 of C [16, 8] += A [16, 16] B [16, 8] in lane 4g + c. The sum
+// is rounded after each product, where the hardware's order and rounding are its own.
+template <class DECODE>
+void add_product(float& c0, float& c1, float& c2, float& c3, const u32 (&a)[4], const u32 (&b)[2], DECODE decode) {
+  const int lane = simt_lane();
+  float sums[4] = {c0, c1, c2, c3};
+  for (int pair = 0; pair < 8; ++pair) {  // columns 2 pair and 2 pair + 1 of A
+    const int quarter = pair % 4, later = pair / 4;
+    u32 of_row[2], of_column[2];
+    for (int i = 0; i < 2; ++i) {
+      of_row[i] = __shfl_sync(~0u, a[2 * later + i], lane / 4 * 4 + quarter);
+      of_column[i] = __shfl_sync(~0u, b[later], (2 * (lane % 4) + i) * 4 + quarter);
+    }
+    for (int i = 0; i < 4; ++i)
+      for (int half = 0; half < 2; ++half)
+        sums[i] += decode(u16(of_row[i / 2] >> 16 * half)) * decode(u16(of_column[i % 2] >> 16 * half));
+  }
+  c0 = sums[0], c1 = sums[1], c2 = sums[2], c3 = sums[3];
+}
+#define SIMT_PRODUCT(format, decode)                                                                             \
+  inline void mma_sync_aligned_m16n8k16_row_col_f32_##format##_##format##_f32(                                   \
+      float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0,      \
+      float c1, float c2, float c3) {                                                                            \
+    d0 = c0, d1 = c1, d2 = c2, d3 = c3;                                                                          \
+    add_product(d0, d1, d2, d3, {a0, a1, a2, a3}, {b0, b1}, decode);                                             \
+  }
+inline float of_bfloat16(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+inline float of_half(u16 bits) {
+  float x;
+  cvt_f32_f16(x, bits);
+  return x;
+}
+SIMT_PRODUCT(bf16, of_bfloat16)
+SIMT_PRODUCT(f16, of_half)
+#undef SIMT_PRODUCT
+
 // Atomics. Those without an order are relaxed, as CUDA's functions are.
 #define SIMT_ATOM(order, acquires, releases)                                             \
   inline void atom_##order##_gpu_global_inc_u32(u32& old, u32* word, u32 value) {        \

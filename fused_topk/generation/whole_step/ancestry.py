@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which places of the cache are a beam's past, as a table of its ancestors says.
 
-There are two ways. Each beam looks at the places of all beams of its sequence, and a mask says which of them are its own: nothing
-is copied, and the mask grows with beams * beams * new tokens. Or each step gathers the new tokens of each beam: they are copied
-at every step, and masks are small.
+There are three ways. On most GPUs attention reads the table itself (:class:`Table`). Elsewhere each beam looks at the places of all
+beams of its sequence, and a mask says which of them are its own: nothing is copied, and the mask grows with beams * beams * new
+tokens. Or each step gathers the new tokens of each beam: they are copied at every step, and masks are small.
 """
 
 from __future__ import annotations
@@ -33,6 +33,53 @@ def gathers(prompt: int, beams: int, room: int) -> bool:
     return beams * places > _PAIR_GATHERED * beams * (prompt + room) + _PLACE_GATHERED * places
 
 
+class Table:
+    """Makes what attention reads in the place of a mask: integers that say of each beam which places are its past.
+
+    Args:
+        prompt: bool [batch, prompt], False where it is padding. It may change between prompts.
+        beams: of the cache.
+    """
+
+    def __init__(self, prompt: Tensor, beams: int) -> None:
+        batch, places = prompt.shape
+        self._prompt = prompt
+        self._beams = torch.arange(beams, device=prompt.device)
+        # The bits of the prompt, 32 a word, and before them how many places it has.
+        self.of_prompt = prompt.new_full((batch, 1, 1, 1 + -(-places // 32)), places, dtype=torch.int32)
+
+    def begin(self) -> None:
+        """Reads which places of the prompt are padding."""
+        words = self.of_prompt[:, 0, 0, 1:]
+        padded = torch.nn.functional.pad(self._prompt, (0, 32 * words.shape[1] - self._prompt.shape[1]))
+        bits = torch.arange(32, device=padded.device)
+        words.copy_((padded.unflatten(1, (-1, 32)).long() << bits).sum(-1))  # type: ignore[no-untyped-call]
+
+    def __call__(self, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
+        """int32 [batch, 1, beams, 2 + words + shown], as csrc/attention/step_attention.cu reads it; for one beam [batch, 1, 1, 2 + words].
+
+        Args: see :meth:`Mask.__call__`.
+        """
+        batch, beams = len(self._prompt), len(self._beams)
+        of_prompt = self.of_prompt.expand(-1, -1, beams, -1)
+        written = (step + 1).to(torch.int32).expand(batch, 1, beams, 1)
+        parts = [of_prompt[..., :1], written, of_prompt[..., 1:]]
+        if parents is not None:
+            parts.append(written_places(parents, self._beams, step, shown).to(torch.int32).unsqueeze(1))
+        return torch.cat(parts, -1)
+
+
+def written_places(parents: Tensor, beams: Tensor, step: Tensor, shown: int) -> Tensor:
+    """int64 [batch, beams, shown]: the place among the beams where each new token of a beam's past was written.
+
+    Args:
+        beams: int64 [beams], their numbers.
+        parents, step, shown: see :meth:`Mask.__call__`.
+    """
+    is_before = torch.arange(shown, device=parents.device) < step
+    return torch.where(is_before, parents[:, :, 1 : shown + 1], beams[:, None])
+
+
 class Mask:
     """Makes the attention mask of a step.
 
@@ -55,11 +102,8 @@ class Mask:
         self._of_one = torch.empty(len(prompt), 1, 1, 0, dtype=dtype, device=device)
 
     def written(self, parents: Tensor, step: Tensor, shown: int) -> Tensor:
-        """int64 [batch, beams, shown]: the place among the beams where each new token of a beam's past was written.
-
-        Args: see :meth:`__call__`.
-        """
-        return torch.where(self._steps(shown) < step, parents[:, :, 1 : shown + 1], self._beams[:, None])
+        """See :func:`written_places`."""
+        return written_places(parents, self._beams, step, shown)
 
     def of_one_beam(self, shown: int) -> Tensor:
         """[batch, 1 or 2, 1, prompt + shown]: the mask of the step after `shown` - 1 new tokens. It is a part of one that all steps share.

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from ...backends import cuda_attention
+from ...operators.attention import step_attention
 from ...tracing import is_traced_by_dynamo
 
 # The names of our two functions. PLAIN forms scores as transformers' function for `sdpa` does, which has no cap of the
@@ -55,6 +57,19 @@ def watched() -> Iterator[list[AttentionCall]]:
 def name_for(implementation: str | None) -> str:
     """The name of the function that computes as the model's own attention implementation does."""
     return PLAIN if implementation == "sdpa" else CAPPED
+
+
+def reads_tables(pairs: list[tuple[Tensor, Tensor]], scores: int) -> bool:
+    """Whether steps read the keys of their texts by a table (:class:`ancestry.Table`), in one launch a layer on a GPU.
+
+    Args:
+        pairs: keys and values of the layers, [batch, heads, places, dim].
+        scores: see :func:`cuda_attention.serves`.
+    """
+    return all(
+        keys.shape[-1] == values.shape[-1] and cuda_attention.serves(keys.device, keys.dtype, keys.shape[-1], scores)
+        for keys, values in pairs
+    )
 
 
 def plain(
@@ -98,6 +113,11 @@ def capped(
         is_causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         sink = None if s_aux is None else s_aux.view(-1, 1, 1)
         return _weighted(query, key, value, mask, scale, softcap, sink, is_causal).transpose(1, 2).contiguous(), None
+    if mask is not None and mask.dtype == torch.int32:
+        # No mask, but a table: see `ancestry.Table`.
+        table, sinks = mask.squeeze(1), None if s_aux is None else s_aux.to(query.dtype)
+        found = step_attention(query.squeeze(2), key, value, table, scale, softcap or 0.0, sliding_window or 0, sinks)
+        return found.unsqueeze(1), None
     if mask is not None and mask.shape[1] > 1:
         # The second mask is for layers with a window: see `ancestry.Mask`.
         mask = mask[:, -1:] if sliding_window is not None else mask[:, :1]

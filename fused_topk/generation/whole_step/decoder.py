@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import MoEModelOutput
 
-from .ancestry import Mask, gathers
-from .attention import AttentionCall, watched
+from .ancestry import Mask, Table, gathers
+from .attention import AttentionCall, reads_tables, watched
 from .cache import Length, Places, SharedPromptLayer, shared_prompt_cache, state_layers
 from .facts import arguments_of, cache_argument, num_layers, takes_positions, vocab_size_of
 
@@ -96,9 +96,9 @@ class Decoder:
         self._source = None if source is None else torch.zeros(batch, source, dtype=torch.int64, device=device)
         # A step needs only the shape of the encoder's output, and its mask.
         self._of_source: dict[str, Any] = {}
-        self.gathers = False
+        self._may_gather = False
         self._bytes: _Bytes | None = None
-        self._mask: Mask | None = None
+        self._mask: Mask | Table | None = None
         self.calls: list[AttentionCall] = []
 
     def _made_places(self, is_text: Tensor) -> Places:
@@ -127,12 +127,19 @@ class Decoder:
         """The tensors that a step reads, each with the dimensions whose sizes compiled code does not depend on: rows, and places."""
         yield self._is_text, (0, 1)
         yield self._last_positions, (self._last_positions.dim() - 2,)
+        if isinstance(self._mask, Table):
+            yield self._mask.of_prompt, (0, 3)
         for layer in self._all_layers:
             yield layer.keys, (0, 2)
             yield layer.values, (0, 2)
         if self._source is not None:
             yield self._source, (0, 1)
             yield self._of_source["encoder_outputs"].last_hidden_state, (0, 1)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether each step gathers the new tokens of each beam."""
+        return self._may_gather and not isinstance(self._mask, Table)
 
     @property
     def decoder(self) -> Decoder:
@@ -154,7 +161,7 @@ class Decoder:
                 layer.move(used)
             layer.clear(used, places.up_to(room))
         places.room = room
-        self.gathers = gathers(places.prompt, self._beams, room)
+        self._may_gather = gathers(places.prompt, self._beams, room)
         return size
 
     def spare_room(self) -> int:
@@ -215,14 +222,15 @@ class Decoder:
         self.calls = calls
         # A model that never calls our attention is not served: see :mod:`trial`.
         if self._mask is None and calls:
-            windows = [call.window for call in calls if call.window is not None]
-            self._mask = Mask(
-                self._is_text,
-                self._beams,
-                calls[0].groups,
-                max(windows, default=None),
-                logits.dtype,
-            )
+            pairs = [(layer.keys, layer.values) for layer in self._layers if layer.is_initialized]
+            if reads_tables(pairs, calls[0].groups * self._beams * places.prompt):
+                self._mask = Table(self._is_text, self._beams)
+            else:
+                windows = [call.window for call in calls if call.window is not None]
+                window = max(windows, default=None)
+                self._mask = Mask(self._is_text, self._beams, calls[0].groups, window, logits.dtype)
+        if isinstance(self._mask, Table):
+            self._mask.begin()
         return logits
 
     def _begin_source(self, prompt: Prompt) -> dict[str, Any]:
@@ -259,21 +267,26 @@ class Decoder:
 
     def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The same by `twin`, a callable in the place of the twin."""
-        assert self._mask is not None
+        made = self._mask
+        assert made is not None
         if parents is not None:
             self._follow(parents, step)
-        gathered = self._mask.written(parents, step, shown) if self.gathers and parents is not None else None
+        gathered = None
+        if self._may_gather and parents is not None and isinstance(made, Mask):
+            gathered = made.written(parents, step, shown)
         self._places.begin_step(step, shown, gathered)
         extra = dict(self._of_source)
         if self._source is not None and "cache_position" in self._arguments:
             # Some versions count positions by it. Without it they compute it from the cache's length, and wait for the device.
             length = self._places.length
             extra["cache_position"] = (length.tensor if isinstance(length, Length) else length).view(1)  # type: ignore[union-attr]
-        if parents is None and not self._is_kept:
+        if isinstance(made, Table):
+            mask = made(parents, step, shown)
+        elif parents is None and not self._is_kept:
             # All tokens that are shown have been written.
-            mask = self._mask.of_one_beam(shown)
+            mask = made.of_one_beam(shown)
         else:
-            mask = self._mask(parents, step, shown, gathered is not None)
+            mask = made(parents, step, shown, gathered is not None)
         return self._forward(twin, tokens.reshape(-1, 1), mask, self._last_positions + (step + 1), **extra)
 
     def states(self, new: int, parents: Tensor | None) -> Iterator[tuple[int, Any]]:

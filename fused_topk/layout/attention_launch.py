@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launch of csrc/attention/step_attention.cu looks like. Pure functions of shapes. Needs no GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .launch import FORMATS
+
+DIMS = (32, 64, 96, 128, 192, 256)
+"""The sizes of a head that there are kernels for."""
+DTYPES = (torch.bfloat16, torch.float16)
+"""The element types that tensor cores multiply."""
+OLDEST_ARCHITECTURE = 80
+MOST_SCORES = 1 << 22
+"""Rows of a key head times places of the prompt. More scores keep tensor cores busy, for which torch's kernels are better made: one
+text of 512 beams, 7 heads on each of 2 key heads, bfloat16, us on an H100, this kernel and torch's masked call: prompt 512 25 and 50,
+8192 229 and 179."""
+
+WARPS = 4
+"""kWarps of csrc/attention/step_attention.cu."""
+THREADS = 32 * WARPS
+ROWS = 16
+"""kRows there: of a product."""
+# Up to so many places of a text, a part has so many keys. Measured on an H100, one text and 4 beams, 8 key heads of 128, bfloat16,
+# us for 128, 256, 512, 1024 keys:
+#     512 places     10.3  12.8  19.0  17.0       8192     32.0  25.0  26.3  34.6
+#     2048           14.7  15.3  20.5  32.7       32768     124  83.7  68.2  59.7
+_KEYS_OF_PART = ((4096, 128), (16384, 256), (2**31, 1024))
+
+
+class AttentionLaunch(NamedTuple):
+    """A launch but for its tensors.
+
+    Attributes:
+        grid: blocks of parts, blocks of tiles, heads of all sequences.
+        warps_in_rows: how many warps of a block have rows of their own.
+        keys_of_part: how many keys a part has.
+        parts: of a text.
+        parts_of_block: how many of them a block has.
+        state_words: float32 words of the states that parts leave to the last block; 0 for one part.
+        tickets: how many there are.
+    """
+
+    grid: tuple[int, int, int]
+    warps_in_rows: int
+    keys_of_part: int
+    parts: int
+    parts_of_block: int
+    state_words: int
+    tickets: int
+
+
+def plan(
+    batch: int, beams: int, key_heads: int, groups: int, dim: int, places: int, multiprocessors: int
+) -> AttentionLaunch:
+    """The launch for such tensors.
+
+    Args:
+        groups: query heads to a key head.
+        places: of the keys of a sequence. No row has more keys.
+    """
+    tiles = -(-beams * groups // ROWS)
+    warps_in_rows = min(WARPS, 1 << (tiles - 1).bit_length())
+    own = dim if dim <= 128 else dim // 2
+    heads = batch * key_heads * (dim // own)
+    rows_of_blocks = -(-tiles // warps_in_rows) * heads
+    keys = _keys_of_part(places)
+    parts = -(-places // keys)
+    # As many blocks as run at a time.
+    parts_of_block = min(parts, -(-rows_of_blocks * parts // (resident_blocks(dim) * multiprocessors)))
+    return AttentionLaunch(
+        grid=(-(-parts // parts_of_block), -(-tiles // warps_in_rows), heads),
+        warps_in_rows=warps_in_rows,
+        keys_of_part=keys,
+        parts=parts,
+        parts_of_block=parts_of_block,
+        state_words=rows_of_blocks * warps_in_rows * parts * (4 + own // 2) * 32 if parts > 1 else 0,
+        tickets=rows_of_blocks if parts > 1 else 0,
+    )
+
+
+def resident_blocks(dim: int) -> int:
+    """How many blocks run at a time on a multiprocessor: kBlocks there."""
+    return 4 if dim <= 64 else 2
+
+
+def _keys_of_part(places: int) -> int:
+    """How many keys a part has: it does not depend on the batch, so that a text has the same bits in every batch."""
+    return next(keys for most, keys in _KEYS_OF_PART if places <= most)
+
+
+def kernel_name(dtype: torch.dtype, dim: int) -> str:
+    """The kernel, as NVRTC wants it named."""
+    return f"fused_topk::attention::step_attention_kernel<fused_topk::{FORMATS[dtype]}, {dim}>"

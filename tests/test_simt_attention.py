@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of csrc/attention/step_attention.cu on the emulated machine, compared with attention in float64."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from attention_by_table import Case, attention, case, seen_by, seen_places
+from fused_topk.backends import cuda_attention
+from fused_topk.layout import attention_launch
+from simt import build
+from simt.emulate import emulated, replacing
+from simt.launch import SCHEDULES, Array
+
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+
+@pytest.fixture(autouse=True)
+def _gpu(monkeypatch):
+    monkeypatch.setattr(cuda_attention, "multiprocessors", lambda index: 132)
+
+
+def check(
+    given: Case, *, scale=0.125, cap=0.0, window=0, sinks=None, keys_of_part: int = 0, multiprocessors=132, **how
+) -> None:
+    """keys_of_part: as many as that; 0: as many as the layout says. multiprocessors: few make blocks of several parts."""
+    arrays = [Array(name, tensor, "input") for name, tensor in given._asdict().items() if tensor is not None]
+    arrays += [Array("sinks", sinks, "input")] if sinks is not None else []
+    with (
+        emulated(arrays, is_public=True, **how) as outcomes,
+        mock.patch.object(attention_launch, "_keys_of_part", lambda *_: keys_of_part)
+        if keys_of_part
+        else mock.MagicMock(),
+    ):
+        cuda_attention._plan.cache_clear()
+        with mock.patch.object(cuda_attention, "multiprocessors", lambda index: multiprocessors):
+            found = cuda_attention.step_attention(*given[:4], scale, cap, window, sinks)
+    cuda_attention._plan.cache_clear()
+    outcomes[0].check()
+    want = attention(*given[:3], seen_by(given, window), scale, cap, sinks)
+    # Weights are rounded to 16 bits before the product, and so is the result: each an error of half a unit in the last place, of
+    # weights that sum to 1 and values of up to 4.
+    bound = 4 * torch.finfo(given.query.dtype).eps
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=bound)
+
+
+def test_the_reference_reads_the_table():
+    for window in (0, 4, 30):
+        for given in (case(), case(beams=1, prompt=64), case(beams=4, prompt=31, written=8)):
+            assert torch.equal(seen_places(given.table, given.key.shape[2], window), seen_by(given, window))
+
+
+DTYPES = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [32, 64, pytest.param(96, marks=pytest.mark.exhaustive), 128, pytest.param(192, marks=pytest.mark.exhaustive), 256])  # fmt: skip
+def test_dims(dim, dtype):
+    check(case(dim=dim, dtype=dtype), scale=dim**-0.5, schedule="random")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("beams", "groups", "prompt", "written", "room"),
+    [(1, 1, 1, 1, 1), (1, 4, 70, 3, 3), (4, 4, 33, 9, 16), (3, 7, 31, 4, 4), (10, 7, 40, 2, 4), (2, 20, 64, 1, 2)],
+)
+def test_shapes(schedule, beams, groups, prompt, written, room):
+    given = case(beams=beams, groups=groups, prompt=prompt, written=written, room=room, seed=beams)
+    check(given, schedule=schedule, seed=groups, keys_of_part=(0, 16, 32)[beams % 3], multiprocessors=groups)
+
+
+def test_windows_caps_and_sinks():
+    given = case(beams=4, prompt=50, written=6)
+    sinks = torch.tensor([0.5, -3.0, 4.0, -torch.inf]).bfloat16()
+    for window in (1, 3, 6, 7, 20, 100):
+        check(given, window=window, keys_of_part=16, multiprocessors=window % 3 + 1)
+    check(given, cap=5.0)
+    check(given, sinks=sinks, cap=2.0, window=9)
+
+
+def test_layouts():
+    """Tensors with strides of their own, as views of a cache and of projections have."""
+    given = case(beams=2)
+    query = torch.cat([given.query, given.query], -1)[..., :64]
+    key, value = (torch.cat([each, each], 2)[:, :, : given.key.shape[2]] for each in (given.key, given.value))
+    check(given._replace(query=query, key=key.transpose(1, 2).contiguous().transpose(1, 2), value=value))
+
+
+def test_a_text_has_the_same_bits_in_every_batch(monkeypatch):
+    given = case(batch=3, beams=2)
+    arrays = [Array(name, tensor, "input") for name, tensor in given._asdict().items()]
+    monkeypatch.setattr(attention_launch, "_keys_of_part", lambda places: 16)
+    with emulated(arrays, is_public=True):
+        # Blocks with many parts, and with one.
+        monkeypatch.setattr(cuda_attention, "multiprocessors", lambda index: 1)
+        whole = cuda_attention.step_attention(*given[:4], 0.125)
+        monkeypatch.setattr(cuda_attention, "multiprocessors", lambda index: 132)
+        alone = cuda_attention.step_attention(given.query[2:4], *(each[1:2] for each in given[1:4]), 0.125)
+    assert torch.equal(whole[2:4], alone)
+
+
+# What is replaced in csrc/attention/.
+FAULTS = {
+    "a key left out": ("if (token >= written ||", "if (token + 1 >= written ||"),
+    "padding is text": ("const bool is_text = __ldg(table + 2 + i / 32) >> i % 32 & 1;", "const bool is_text = true;"),
+    "a window too long": ("length - wanted.window : 0;", "length - wanted.window - 1 : 0;"),
+    "the first beam's ancestors": ("__ldg(table + beam * beam_stride + 2", "__ldg(table + 2"),
+    "keys of all beams": ("owners[i] == kEveryBeam || owners[i] == beams[half]", "owners[i] != kNoBeam"),
+    "no barrier before the ticket": ("    __syncthreads();\n    if (threadIdx.x == 0) ticket", "    if (threadIdx.x == 0) ticket"),
+    "no barrier after a warp's state": ("    __syncthreads();\n    if (share < half)", "    if (share < half)"),
+    "the last part is missing": ("for (u32 part = share; part < parts;", "for (u32 part = share; part + 1 < parts;"),
+    "a block's last part is missing": ("part < min(first_part + wanted.parts_of_block, parts)", "part < min(first_part + 1, parts)"),
+    "a sum without its columns": ("state.d[half] += __shfl_xor_sync(kAllLanes, state.d[half], 2);", ""),
+    "no sink": ("if (wanted.sinks) {", "if (false) {"),
+    "no cap": ("if (wanted.cap != 0.0f) {", "if (false) {"),
+    "values of the other half of the heads": ("are_upper ? 0x7632u", "are_upper ? 0x5410u"),
+    "states are not weighted": ("x = x * mine[half] + load(i++) * theirs[half];", "x = x + load(i++);"),
+    "the sum is not weighted": ("d[half] += load(2 + half) * theirs[half];", "d[half] += load(2 + half);"),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive  # each fault is a build of its own
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_line_is_seen(fault):
+    old, new = FAULTS[fault]
+    given = case(beams=4, prompt=50, written=6)
+    sinks = torch.tensor([0.5, 3.0, 4.0, 2.0]).bfloat16()
+    with pytest.raises(AssertionError):
+        for multiprocessors, window in ((1, 0), (1000, 7)):
+            options = {"cap": 1.0, "sinks": sinks, "window": window, "keys_of_part": 16}
+            check(given, **options, multiprocessors=multiprocessors, edit=replacing(old, new), schedule="random")
