@@ -4,78 +4,84 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    GPT2Config,
     LlamaConfig,
+    M2M100Config,
     PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
     Qwen2Config,
+    T5Config,
 )
 
 from tiny_language_model import Recipe, folder_of_trained
 
 
 class CausalModel(NamedTuple):
-    """A model ready to decode with. `tokenizer` is None where weights are random and text would mean nothing."""
+    """A model ready to decode with, and its tokenizer."""
 
     name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
+    model: Any
+    tokenizer: Any
     vocab_size: int
-    end_token: int | None
+
+
+class Shape(NamedTuple):
+    """A call of generate() on a model with random weights: `beams` = 1 is greedy search, or sampling."""
+
+    config: PretrainedConfig
+    batch: int
+    beams: int
+    new_tokens: int = 48
+    prompt: int = 32
+    more: dict[str, Any] = {}  # noqa: RUF012 - options of generate(), which nobody changes
 
     @property
-    def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
-
-    @property
-    def longest_text(self) -> int | None:
-        """The most tokens it can take, prompt and answer together; None where its config does not say."""
-        return getattr(self.model.config, "max_position_embeddings", None)
+    def options(self) -> dict[str, Any]:
+        return {"num_beams": self.beams, "do_sample": False, **self.more}
 
 
-# The shapes as published (position scaling left out: it changes no shape). The vocabulary decides the selection's cost.
-RANDOM_SHAPES: dict[str, PretrainedConfig] = {
-    "llama-1b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    ),
-    "llama-8b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    ),
-    "gpt2": GPT2Config(),
-    "qwen2.5-0.5b": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    ),
+# As published. Position scaling is left out: it changes no shape.
+_LLAMA = {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+_SMALL = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
+LLAMA_1B = LlamaConfig(**_LLAMA, **_SMALL)
+LLAMA_8B = LlamaConfig(**_LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
+QWEN_05B = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+NLLB_600M = M2M100Config(vocab_size=256206, d_model=1024, decoder_start_token_id=2)
+T5_BASE = T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12, vocab_size=32128, decoder_start_token_id=0)
+TINY = LlamaConfig(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4)
+
+_SAMPLED = {"do_sample": True, "top_k": 50, "top_p": 0.95}
+SHAPES = {
+    "llama-1b-8-greedy-prompt-512": Shape(LLAMA_1B, 8, 1, 64, 512),
+    "llama-1b-8-sampled-prompt-512": Shape(LLAMA_1B, 8, 1, 64, 512, _SAMPLED),
+    "llama-1b-1x4-prompt-512": Shape(LLAMA_1B, 1, 4, 64, 512),
+    "llama-1b-8x4-prompt-512": Shape(LLAMA_1B, 8, 4, 64, 512),
+    "llama-1b-8x4-prompt-2048": Shape(LLAMA_1B, 8, 4, 128, 2048),
+    "llama-1b-32x8": Shape(LLAMA_1B, 32, 8),
+    "llama-8b-8-greedy-prompt-512": Shape(LLAMA_8B, 8, 1, 64, 512),
+    "llama-8b-8x4-prompt-512": Shape(LLAMA_8B, 8, 4, 64, 512),
+    "nllb-600m-16x5": Shape(NLLB_600M, 16, 5),
+    "t5-base-8x4-source-512": Shape(T5_BASE, 8, 4, 64, 512),
+    # All beams are returned, as for recommenders with semantic ids.
+    "qwen-0.5b-1x512-prompt-1024": Shape(QWEN_05B, 1, 512, 4, 1024, {"num_return_sequences": 512}),
+    "tiny-4x4": Shape(TINY, 4, 4),
 }
+"""By name: model, batch x beams, length of the prompt."""
 
 
 def tiny(device: torch.device, dtype: torch.dtype, recipe: Recipe) -> CausalModel:
@@ -100,62 +106,27 @@ def from_disk(name_or_path: str, device: torch.device, dtype: torch.dtype) -> Ca
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     vocab_size = model.get_output_embeddings().weight.shape[0]
-    return CausalModel(name_or_path, model.to(device).eval(), tokenizer, vocab_size, tokenizer.eos_token_id)
+    return CausalModel(name_or_path, model.to(device).eval(), tokenizer, vocab_size)
 
 
-def with_random_weights(name: str, device: torch.device, dtype: torch.dtype) -> CausalModel:
-    """A published architecture in its true shape with random weights: as slow as the real one, and no download."""
-    if name not in RANDOM_SHAPES:
-        raise ValueError(
-            f"`--random-weights` must be one of {', '.join(RANDOM_SHAPES)}, got {name!r}; choose one of these"
-        )
-    config = RANDOM_SHAPES[name]
-    # Counted on the meta device first: an 8B model is better refused than swapped.
-    with torch.device("meta"):
-        parameters = AutoModelForCausalLM.from_config(config, dtype=dtype).num_parameters()
-    _check_memory(name, parameters * dtype.itemsize, device)
+def with_random_weights(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    """A published architecture in its true shape: as slow as the real one, and no download."""
     torch.manual_seed(0)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    # Random weights end a text at random: no end token, so that every run decodes the same number of steps.
-    return CausalModel(f"{name} shape, random weights", model.eval(), None, config.vocab_size, None)
+        return kind.from_config(config, dtype=dtype).eval()
 
 
-def _check_memory(name: str, needed: int, device: torch.device) -> None:
-    free = _free_memory(device)
-    size = f"{needed / 2**30:.1f} GiB of weights"
-    if free is not None and needed > free:
-        raise ValueError(
-            f"`--random-weights` must fit into memory, got {name!r} with {size} where {free / 2**30:.1f} GiB are free "
-            f"on {device}; choose a smaller shape or --dtype bfloat16"
-        )
-    if device.type == "cpu":
-        print(f"Warning: {name} takes {size} in main memory, and each step on a CPU reads all of it.", file=sys.stderr)
-
-
-def _free_memory(device: torch.device) -> int | None:
-    """Free bytes on the device; None where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def encode(model: CausalModel, texts: list[str], device: torch.device) -> tuple[Tensor, Tensor]:
+def encode(model: CausalModel, texts: list[str], device: torch.device) -> dict[str, Tensor]:
     """Token ids and attention mask [batch, length] of the texts, padded on the left."""
-    if model.tokenizer is None:
-        raise ValueError("random weights have no tokenizer; use random_prompts")
     model.tokenizer.padding_side = "left"
     if not all(model.tokenizer(text)["input_ids"] for text in texts):
         raise ValueError("`--prompt` must have at least one token, got ''; give some text")
     encoded = model.tokenizer(texts, return_tensors="pt", padding=True)
-    return encoded["input_ids"].to(device), encoded["attention_mask"].to(device)
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
-def random_prompts(model: CausalModel, batch: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def random_prompts(vocab_size: int, batch: int, length: int, device: torch.device) -> dict[str, Tensor]:
     """Random token ids and their attention mask, [batch, length]: as good as any text for random weights."""
-    tokens = torch.randint(model.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
-    return tokens.to(device), torch.ones_like(tokens).to(device)
+    tokens = torch.randint(5, vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}

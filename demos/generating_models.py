@@ -23,7 +23,7 @@ from transformers.models.auto import modeling_auto
 
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import entry, reasons, row_form
-from generate_comparison import SmallerIndexFirst
+from whole_calls import SmallerIndexFirst
 
 # The token that stands where an image is.
 IMAGE = 95

@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole generate() calls, several ways in turns: the first token, each further one, memory, and whether the results agree.
+"""Whole generate() calls, several ways in turns: the first token, each further one, memory, and whether the texts agree.
 
 The ways: stock; whole step, where beams share their prompt and nothing of the cache is copied (on a GPU one replay of a CUDA graph a
-token); the same compiled; and transformers' static cache, whose forward pass it compiles on a GPU.
+token); the same compiled; transformers' static cache, whose forward pass it compiles on a GPU; and CTranslate2, where it is asked for.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from benchmark.results import Origin, Record
 from fused_topk.generation import fused_decoding, stats
 
 STOCK, WHOLE, COMPILED, STATIC = "stock", "whole step", "whole step, compiled", "static cache"
+CTRANSLATE2 = "CTranslate2"
+SUITE = "generate"
 
 
 @dataclass
@@ -58,6 +63,29 @@ def way_of(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], way: 
     return generate
 
 
+def with_ctranslate2(model: Any, tokenizer: Any, inputs: dict[str, Tensor], beams: int) -> Callable[[int], Tensor]:
+    """The same model, converted, in float32 on the CPU (`pip install ctranslate2`). Its beam search has other rules for ties and for
+    when to stop, so only its time for texts of a given length is comparable."""
+    import ctranslate2
+
+    # The generator holds the converted model in memory, and needs the folder no more.
+    with tempfile.TemporaryDirectory(prefix="ctranslate2-") as converted:
+        ctranslate2.converters.TransformersConverter(model.config._name_or_path).convert(converted, force=True)
+        generator = ctranslate2.Generator(
+            converted, device="cpu", compute_type="float32", intra_threads=torch.get_num_threads(), inter_threads=1
+        )
+    texts = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
+    prompts = [tokenizer.convert_ids_to_tokens(ids[kept].tolist()) for ids, kept in texts]
+
+    def generate(new_tokens: int) -> Tensor:
+        lengths = {"max_length": new_tokens, "min_length": new_tokens, "include_prompt_in_result": False}
+        found = generator.generate_batch(prompts, beam_size=beams, **lengths)
+        written = torch.tensor([each.sequences_ids[0][:new_tokens] for each in found])
+        return torch.cat([inputs["input_ids"], written.to(inputs["input_ids"])], 1)
+
+    return generate
+
+
 def measure(ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: int, model: Any) -> dict[str, Calls]:
     """The calls of each way, in turns. A way that raises is left out, but for stock."""
     found: dict[str, Calls] = {}
@@ -68,7 +96,7 @@ def measure(ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: i
             seconds, sequences[way] = _timed(generate, new_tokens)
             _timed(generate, 1)
         # A way that this model, machine or version does not know.
-        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, ImportError) as error:
             # All others are compared with it.
             if way == STOCK:
                 raise
@@ -85,13 +113,23 @@ def measure(ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: i
         calls.first_token, whole = (statistics.median(each) for each in zip(*times[way], strict=True))
         calls.step = (whole - calls.first_token) / (new_tokens - 1)
         calls.share_of_same = share_of_same(sequences[way], sequences[STOCK])
-        if torch.cuda.is_available() and model.device.type == "cuda":
+        if model.device.type == "cuda":
             weights = sum(weight.nbytes for weight in {id(each): each for each in model.parameters()}.values())
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             ways[way](new_tokens)
             calls.peak_beyond_weights = torch.cuda.max_memory_allocated() - weights
     return found
+
+
+def records_of(case: str, calls: dict[str, Calls], origin: Origin, suite: str = SUITE) -> Iterator[Record]:
+    """The calls of a case, as numbers of the benchmark's files."""
+    for way, each in calls.items():
+        yield Record(suite, case, "step", way, 1e3 * each.step, "ms", None, None, origin)
+        yield Record(suite, case, "first token", way, 1e3 * each.first_token, "ms", None, None, origin)
+        yield Record(suite, case, "first call", way, each.first_call, "s", None, None, origin)
+        if each.peak_beyond_weights is not None:
+            yield Record(suite, case, "memory", way, each.peak_beyond_weights / 1e9, "GB", None, None, origin)
 
 
 def _timed(generate: Callable[[int], Tensor], new_tokens: int) -> tuple[float, Tensor]:
@@ -105,3 +143,25 @@ def _timed(generate: Callable[[int], Tensor], new_tokens: int) -> tuple[float, T
 def share_of_same(found: Tensor, expected: Tensor) -> float:
     """How many of the texts are equal, from 0 to 1."""
     return 0.0 if found.shape != expected.shape else float((found == expected).all(-1).float().mean())
+
+
+class SmallerIndexFirst(TorchFunctionMode):
+    """Within it torch.topk takes the smaller index among equals, where it promises none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.topk or type(args[0]) is not Tensor:
+            return func(*args, **kwargs)
+        k = kwargs["k"] if "k" in kwargs else args[1]
+        values, indices = args[0].sort(dim=-1, descending=True, stable=True)
+        return torch.return_types.topk((values[..., :k], indices[..., :k]))
+
+
+def compared(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], new_tokens: int) -> tuple[str, Tensor]:
+    """What is wrong with the texts of whole steps, beside those of stock of the same seed (empty: nothing); and these texts."""
+    with SmallerIndexFirst():
+        stock = way_of(model, inputs, options, STOCK)(new_tokens)
+    stats(reset=True)
+    found = way_of(model, inputs, options, WHOLE)(new_tokens)
+    reasons, same = stats(reset=True).reasons, share_of_same(found, stock)
+    return (f"{same:.0%} of the texts are stock's; calls that ran otherwise: {reasons}" if same < 1 else ""), found

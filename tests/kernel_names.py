@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmark.choices import FULL_ROW_VARIANTS
+from choices import FULL_ROW_VARIANTS
 from fused_topk.layout import attention_launch, full_row_launch, launch, router_launch, topk_launch
 from fused_topk.layout.full_row_choice import FullRowChoice
 from fused_topk.layout.launch import FORMATS

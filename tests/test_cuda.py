@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fused_topk
-from benchmark.choices import of_topk as alternatives
+from choices import of_topk as alternatives
 from fused_topk import TopK
 from fused_topk.backends import cuda as kernels
 from fused_topk.layout.topk_choice import MAX_K, choose

@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import sys
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,11 +25,11 @@ sys.path.insert(0, str(_DEMOS))
 decoding_latency = importlib.import_module("decoding_latency")
 causal_models = importlib.import_module("causal_models")
 distillation = importlib.import_module("distillation")
-generation_cost = importlib.import_module("generation_cost")
 translation = importlib.import_module("translation")
 semantic_ids = importlib.import_module("semantic_ids")
 tiny_language_model = importlib.import_module("tiny_language_model")
 whole_calls = importlib.import_module("whole_calls")
+results = importlib.import_module("benchmark.results")
 compiled = importlib.import_module("fused_topk.generation.whole_step.compiled")
 
 transformers = importlib.import_module("transformers")
@@ -74,20 +71,21 @@ def run_demo(*arguments):
 
 @pytest.mark.exhaustive
 def test_demo_decodes_plots_and_writes_its_numbers(tiny_model, tmp_path):
-    plot, numbers = tmp_path / "new folder" / "plot.png", tmp_path / "numbers.json"
+    plot, numbers = tmp_path / "new folder" / "plot.png", tmp_path / "numbers.csv"
     options = ("--new-tokens", 6, "--beams", 3, "--batch", 3, "--prompt", "import ", "--prompt", "def", "--rounds", 2)
-    result = run_demo("--model", tiny_model, "--device", "cpu", *options, "--output", plot, "--json", numbers)
+    result = run_demo("--model", tiny_model, "--device", "cpu", *options, "--output", plot, "--csv", numbers)
     assert result.exit_code == 0, result.output
     assert result.output.count("Passed") == 3 and "FAILED" not in result.output
+    assert "ran otherwise" not in result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
-    found = json.loads(numbers.read_text(encoding="utf-8"))
-    assert [each["mode"] for each in found["checks"]] == ["beam search", "greedy", "sampling"]
-    assert found["calls"].keys() == {"beam search", "greedy", "sampling"}
-    for ways in found["calls"].values():
-        assert {"stock", "whole step", "whole step, compiled"} <= ways.keys()
-        for way in ("whole step", "whole step, compiled"):
-            assert ways[way]["share_of_same"] == 1.0 and ways[way]["not_as_asked"] == {}
-        assert all(each["first_token"] > 0 for each in ways.values())
+    records = results.read(numbers)
+    assert {record.case for record in records} == {"beam search", "greedy", "sampling"}
+    assert {"stock", "whole step", "whole step, compiled"} <= {record.way for record in records}
+    assert {(record.measure, record.unit) for record in records} == {
+        ("step", "ms"),
+        ("first token", "ms"),
+        ("first call", "s"),
+    }
 
 
 @pytest.mark.exhaustive
@@ -99,7 +97,7 @@ def test_demo_with_a_peer(tiny_model, tmp_path, monkeypatch):
     options = ("--new-tokens", 6, "--batch", 2, "--rounds", 1, "--output", tmp_path / "plot.png")
     result = run_demo("--model", tiny_model, "--device", "cpu", *options, "--peer", "ctranslate2")
     assert result.exit_code == 0, result.output
-    assert result.output.count("CTranslate2") == 2
+    assert len(re.findall(r"│ CTranslate2 +│", result.output)) == 2
     # The converted models are not left behind.
     assert not list(temporary.glob("ctranslate2*"))
 
@@ -131,7 +129,8 @@ def test_demo_on_a_gpu_machine_without_cupy_takes_the_cpu(tiny_model, tmp_path):
 def test_demo_says_at_once_that_a_device_has_no_kernels(tiny_model):
     result = run_demo("--model", tiny_model, "--device", "cuda")
     assert result.exit_code == 2
-    assert "`--device` must have kernels, got 'cuda:0': CuPy cannot be imported" in result.output
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "--device must have kernels, got 'cuda:0': CuPy cannot be imported" in said
 
 
 @pytest.mark.exhaustive
@@ -163,14 +162,12 @@ def test_interrupted_training_leaves_nothing_in_the_cache(monkeypatch, tmp_path)
     ("arguments", "message"),
     [
         (["--model", "no/such-model"], "`--model` must be a causal LM on this disk"),
-        (["--random-weights", "llama-9000b"], "`--random-weights` must be one of llama-1b"),
-        (["--model", "a", "--random-weights", "gpt2"], "exclude each other"),
-        (["--random-weights", "gpt2", "--prompt", "Hello"], "`--prompt` needs a tokenizer"),
-        (["--beams", "0"], "`--beams` must be at least 1, got 0"),
-        (["--rounds", "0"], "`--rounds` must be at least 1, got 0"),
-        (["--new-tokens", "1"], "`--new-tokens` must be at least 3, got 1"),
-        (["--batch", "1", "--prompt", "a", "--prompt", "b"], "`--batch` must be at least the number of prompts (2)"),
-        (["--device", "abacus"], "`--device` must name a device of torch, got 'abacus'"),
+        (["--shape", "llama-9000b"], "`--shape` must be of llama-1b"),
+        (["--model", "a", "--shape", "tiny-4x4"], "leave --model, --prompt and --peer out"),
+        (["--beams", "0"], "--beams"),
+        (["--rounds", "0"], "--rounds"),
+        (["--new-tokens", "1"], "--new-tokens"),
+        (["--device", "abacus"], "--device must be cuda, cuda:N or cpu, got 'abacus'"),
         (["--dtype", "int8"], "`--dtype` must be one of float32"),
         (["--output", "plot.jpg"], "`--output` must end in .png, got 'plot.jpg'"),
     ],
@@ -179,7 +176,7 @@ def test_interrupted_training_leaves_nothing_in_the_cache(monkeypatch, tmp_path)
 def test_demo_says_what_is_wrong_with_an_option(arguments, message):
     result = run_demo(*arguments)
     assert result.exit_code == 2
-    assert message in result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
 
 
 def test_demo_refuses_more_tokens_than_the_model_has_positions(tiny_model):
@@ -243,7 +240,7 @@ def test_distillation_stores_little_and_teaches(tiny_model, capsys, monkeypatch,
     # After a few steps of training it has no opinions yet.
     with torch.no_grad():
         teacher.model.lm_head.weight.mul_(30)
-    distillation.main(k=20, steps=30, num_texts=16, training_steps=1, positions=0)
+    distillation.main(k=20, steps=30, num_texts=16, training_steps=1)
     lines = capsys.readouterr().out.splitlines()
     divergence = {line[:28].strip(): float(line[28:48]) for line in lines[-4:]}
     assert abs(divergence["teacher"]) < 1e-5
@@ -261,7 +258,7 @@ def test_distillation_says_what_is_too_much(tiny_model, monkeypatch, options, te
     monkeypatch.setattr(distillation, "tiny", lambda *_: causal_models.from_disk(str(tiny_model), CPU, torch.float32))
     monkeypatch.setattr(distillation, "lessons_of", lambda *_: pytest.fail("the work has begun"))
     with pytest.raises(distillation.typer.BadParameter, match=text):
-        distillation.main(**{"k": 20, "steps": 1, "num_texts": 2, "training_steps": 1, "positions": 0, **options})
+        distillation.main(**{"k": 20, "steps": 1, "num_texts": 2, "training_steps": 1, **options})
 
 
 @pytest.mark.parametrize(
@@ -271,9 +268,6 @@ def test_distillation_says_what_is_too_much(tiny_model, monkeypatch, options, te
         (distillation, "--num-texts", 0),
         (distillation, "--steps", -1),
         (distillation, "--training-steps", 0),
-        (distillation, "--positions", -1),
-        (distillation, "--depth", 0),
-        (distillation, "--vocab-size", 0),
         (translation, "--beams", 0),
         (translation, "--steps", -1),
         (translation, "--model", "nowhere"),
@@ -291,49 +285,6 @@ def test_short_demos_refuse_numbers_that_are_too_small(demo, option, value):
     assert result.exit_code == 2 and option in result.output, result.output
 
 
-@pytest.mark.exhaustive
-def test_distillation_step_costs_less_memory(capsys):
-    # The logits of 200 positions are 51 MB, and torch's step holds them several times.
-    distillation.compare_steps(200, 8, 64000, 16)
-    _, *lines = capsys.readouterr().out.splitlines()
-    megabytes = [float(line[30:38].replace(",", "")) for line in lines]
-    losses = [float(line.split()[-1]) for line in lines]
-    assert megabytes[1] < megabytes[0] / 2
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
-
-
-def test_distillation_takes_in_liger(monkeypatch, capsys):
-    """A stand-in for Liger-Kernel, and for the processes of their own."""
-
-    class LigerFusedLinearCrossEntropyLoss:
-        def __call__(self, weight, hidden, targets):
-            return torch.nn.functional.cross_entropy(hidden @ weight.T, targets)
-
-    pool = nullcontext(SimpleNamespace(apply=lambda function, arguments: function(*arguments)))
-    context = SimpleNamespace(Pool=lambda processes: pool)
-    monkeypatch.setattr(distillation.multiprocessing, "get_context", lambda kind: context)
-    distillation.compare_steps(20, 8, 300, 0)
-    assert "Liger-Kernel                needs a GPU" in capsys.readouterr().out or torch.cuda.is_available()
-
-    liger = SimpleNamespace(LigerFusedLinearCrossEntropyLoss=LigerFusedLinearCrossEntropyLoss)
-    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
-    monkeypatch.setattr(distillation, "why_no_liger", lambda: "")
-    distillation.compare_steps(20, 8, 300, 0)
-    title, *lines = capsys.readouterr().out.splitlines()
-    assert "cross-entropy alone" in title
-    assert [line[2:30].strip() for line in lines] == [
-        "torch, all logits kept",
-        "linear_log_softmax_topk",
-        "Liger-Kernel",
-    ]
-    losses = [float(line.split()[-1]) for line in lines]
-    assert losses == pytest.approx([losses[0]] * 3, abs=1e-4)
-    # It has no loss over a teacher's tokens.
-    distillation.compare_steps(20, 8, 300, 5)
-    assert "Liger" not in capsys.readouterr().out
-
-
 def test_distillation_losses_are_those_of_the_definition():
     theirs, ours = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0)).double()
     expected = torch.nn.functional.kl_div(
@@ -348,27 +299,26 @@ def test_distillation_losses_are_those_of_the_definition():
     )
 
 
-def test_cost_of_generation_on_a_device_that_there_is_not():
-    with pytest.raises(
-        generation_cost.typer.BadParameter, match="--device must be cuda, cuda:N or cpu, got 'nonsense'"
-    ):
-        generation_cost.main(case=[], device="nonsense")
-
-
 @pytest.mark.exhaustive
-def test_cost_of_generation_on_a_cpu(monkeypatch, tmp_path, capsys, threads):
+def test_demo_of_true_shapes(monkeypatch, tmp_path, threads):
     threads(1)
     small = transformers.LlamaConfig(
         vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
-    cases = {"beam": generation_cost.Case(small, 2, 3, 4), "greedy": generation_cost.Case(small, 2, 1, 4)}
-    monkeypatch.setattr(generation_cost, "CASES", cases)
-    generation_cost.main(case=[], device="cpu", rounds=1, json_path=str(tmp_path / "cost.json"))
-    assert "  whole step: first call" in capsys.readouterr().out
-    written = json.loads((tmp_path / "cost.json").read_text(encoding="utf-8"))
-    assert {"date", "git_commit", "machine"} <= written.keys()
-    found = written["cases"]
-    for each in found.values():
-        assert each["parameters"] > 0 and each["whole_calls"]["stock"]["step"] > 0
-        assert each["whole_calls"]["whole step"]["share_of_same"] == 1.0
-        assert each["whole_calls"]["whole step"]["not_as_asked"] == {}
+    sampled = {"do_sample": True, "top_k": 50}
+    shapes = {"beams": causal_models.Shape(small, 2, 3, 4), "drawn": causal_models.Shape(small, 2, 1, 4, 32, sampled)}
+    monkeypatch.setattr(decoding_latency, "SHAPES", shapes)
+    options = ("--rounds", 1, "--output", tmp_path / "plot.png", "--csv", tmp_path / "cost.csv")
+    result = run_demo("--shape", "all", "--device", "cpu", *options)
+    assert result.exit_code == 0, result.output
+    assert "ran otherwise" not in result.output and result.output.count("100%") == 8
+    records = results.read(tmp_path / "cost.csv")
+    assert {record.case for record in records} == {"beams", "drawn"} and min(r.value for r in records) > 0
+
+
+def test_true_shapes_have_the_sizes_that_their_names_say():
+    sizes = {"llama-1b": 1.24e9, "llama-8b": 8.0e9, "nllb-600m": 0.6e9, "t5-base": 0.22e9, "qwen-0.5b": 0.49e9}
+    for name, size in sizes.items():
+        config = next(shape.config for key, shape in causal_models.SHAPES.items() if key.startswith(name))
+        model = causal_models.with_random_weights(config, torch.device("meta"), torch.float32)
+        assert model.num_parameters() == pytest.approx(size, rel=0.04), name

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +11,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmark import results
 from fused_topk.backends import cpu
 
 DEMOS = Path(__file__).parent.parent / "demos"
 sys.path.insert(0, str(DEMOS))
 pytest.importorskip("matplotlib")
 
+
 import ladder  # noqa: E402
-import ladder_measure  # noqa: E402
 import ladder_rungs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
@@ -31,28 +31,32 @@ def run(tmp_path_factory):
     """The whole demo, on shapes of up to 300,000 elements."""
     folder = tmp_path_factory.mktemp("ladder")
     command = [sys.executable, str(DEMOS / "ladder.py"), "--device", "cpu", "--most", "300000"]
-    command += ["--plot", str(folder / "a.png"), "--json", str(folder / "a.json")]
+    command += ["--plot", str(folder / "a.png"), "--csv", str(folder / "a.csv")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return folder, done.stdout, json.loads((folder / "a.json").read_text())
+    return folder, done.stdout
 
 
 @pytest.mark.exhaustive
 def test_prints_draws_and_keeps_its_numbers(run):
-    folder, text, document = run
+    folder, text = run
     assert "naive softmax makes nan, safe 1.0" in text
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert {"date", "machine", "device", "overflow", "points"} <= set(document)
-    names = {point["name"] for point in document["points"]}
-    assert names >= {rung.name for rung in ladder_rungs.RUNGS if rung.name != "shuffle"} | {"torch", "copy", "read"}
-    assert all(point["us"] > 0 for point in document["points"])
+    records = results.read(folder / "a.csv")
+    assert {record.case for record in records if record.suite == "ladder"} == {
+        *(rung.number for rung in ladder_rungs.RUNGS if rung.name != "shuffle"),
+        *("torch, softmax", "torch, top-k", "copy", "read"),
+    }
+    names = {record.way for record in records if record.suite == "ladder by length"}
+    assert names == {rung.name for rung in ladder_rungs.RUNGS if rung.name != "shuffle"} | {"torch", "copy", "read"}
+    assert all(record.value > 0 for record in records)
 
 
 @pytest.mark.exhaustive
 def test_shows_an_older_run(run):
-    folder, text, _ = run
-    command = [sys.executable, str(DEMOS / "ladder.py"), "--from-json", str(folder / "a.json")]
+    folder, text = run
+    command = [sys.executable, str(DEMOS / "ladder.py"), "--from-csv", str(folder / "a.csv")]
     done = subprocess.run([*command, "--plot", str(folder / "b.png")], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[:10] == text.splitlines()[:10]
+    assert done.stdout.splitlines()[:10] == text.splitlines()[1:11]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +64,9 @@ def test_shows_an_older_run(run):
     [
         (["--device", "nonsense"], "--device must be cuda, cuda:N or cpu, got 'nonsense'"),
         (["--device", "meta"], "--device must be cuda, cuda:N or cpu, got 'meta'"),
-        (["--device", "cpu", "--most", "-1"], "--most must be at least 10, or 0 for no limit, got -1"),
-        (["--device", "cpu", "--most", "4"], "--most must be at least 10, or 0 for no limit, got 4"),
-        (["--from-json", str(Path(__file__))], "--from-json must be a JSON file that --json wrote"),
-        (["--from-json", str(DEMOS / "results" / "cpu.json")], "--from-json must be a JSON file that --json wrote"),
+        (["--device", "cpu", "--most", "4"], "--most"),
+        (["--from-csv", str(Path(__file__))], "--from-csv must be a CSV file that --csv wrote"),
+        (["--from-csv", str(DEMOS / "results" / "cpu.csv")], "which has no ladder"),
     ],
 )
 def test_says_what_is_wrong_with_an_option(options, text, tmp_path):
@@ -89,12 +92,13 @@ def test_wrong_answer_is_not_timed(monkeypatch, name):
             (scratch.y if rung.gives == "softmax" else scratch.values)[0] *= 1.01
 
     monkeypatch.setattr(ladder_rungs, "climb", wrong)
+    shape = ladder.Shape("ladder by length", 4, 100, 5 if "topk" in name else 0)
     with pytest.raises(RuntimeError, match="off by 1"):
-        list(ladder_measure.measure(ladder_measure.Shape("batch", 4, 100, 5 if "topk" in name else 0), CPU))
+        list(ladder.measure(shape, CPU, results.origin_on(CPU)))
 
 
 def test_shapes_are_those_of_the_paper():
-    shapes = ladder_measure.shapes(on_gpu=True, most_elements=1 << 34)
-    assert {shape.rows for shape in shapes if shape.part == "batch"} == {4000, 10}
-    assert {shape.k for shape in shapes if shape.part == "k"} == {5, 10, 15, 30}
-    assert max(shape.vocab for shape in shapes if shape.part == "rows") == 4194304
+    shapes = ladder.shapes(on_gpu=True, most_elements=1 << 34)
+    assert {shape.rows for shape in shapes} == {4000}
+    assert {shape.k for shape in shapes if shape.suite == "ladder by k"} == {5, 10, 15, 30}
+    assert max(shape.vocab for shape in shapes) == 1_000_000

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import distributed_checks
 import distributed_contract_checks
 import fused_topk.distributed
 import processes
+from benchmark import results
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 
@@ -73,36 +73,16 @@ def test_public_functions_have_complete_docstrings():
 
 
 def bench(launcher: list[str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    options = [
-        "--suite",
-        "distributed",
-        "--device",
-        "cpu",
-        "--quick",
-        "--rows",
-        "1",
-        "--vocab",
-        "128256",
-        *map(str, arguments),
-    ]
+    options = ["--suite", "distributed", "--device", "cpu", "--quick", "--only", "1 x 128256", *map(str, arguments)]
     command = [sys.executable, *launcher, Path(__file__).parents[1] / "demos/benchmark", "bench", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
-
-
-def test_bench_needs_torchrun():
-    done = bench([])
-    assert done.returncode == 1 and "start it with `torchrun" in done.stderr
 
 
 @pytest.mark.exhaustive
 def test_bench(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = bench(launcher, "--json", tmp_path / "run.json")
+    done = bench(launcher, "--csv", tmp_path / "run.csv")
     assert done.returncode == 0, done.stderr
-    run = json.loads((tmp_path / "run.json").read_text())
-    assert run["processes"] == 2 and run["engine"] == "gloo" and run["format"] == 1
-    shapes = {entry["shape"]: entry for entry in run["results"]}
-    assert list(shapes) == ["1 x 128256 bf16 k=8", "1 x 128256 bf16 k=50"]
-    first = shapes["1 x 128256 bf16 k=8"]
-    assert first["bytes_of_process"] == {"whole": 16 + 8 + 8 * 8 + 8 * 2, "gathered": 128256}
-    assert set(first["times"]) == {"local", "collective", "merge", "whole", "gathered", "empty"}
+    records = results.read(tmp_path / "run.csv")
+    assert {record.case for record in records} == {"1 x 128256 bf16 k=8", "1 x 128256 bf16 k=50"}
+    assert {record.way for record in records} == {"fused_topk", "local", "empty", "gathered", "predicted"}

@@ -9,7 +9,7 @@ import re
 import pytest
 
 import kernel_names
-from benchmark.choices import of_topk as alternatives
+from choices import of_topk as alternatives
 from fused_topk.cuda_runtime.kernel_source import source_folder
 from fused_topk.layout.topk_choice import MAX_K, VARIANTS, KernelChoice, Method, choose, list_length
 from fused_topk.layout.topk_launch import kernel_name

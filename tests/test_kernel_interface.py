@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import pytest
 
+import choices
 import kernel_names
-from benchmark import choices
 from fused_topk.cuda_runtime import kernel_source
 from fused_topk.layout import attention_launch, kernel_arguments, launch, router_launch, topk_choice, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, Method

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -514,51 +513,3 @@ def test_linear_pieces_fit(is_cpu):
                     of_row = depth * itemsize + max(depth * (itemsize + 4) + listed * 8, listed * 36)
                     of_tokens = has_bias * (vocab_size + pieces.tokens) * 4
                     assert pieces.rows * (pieces.tokens * (itemsize + has_mask) + of_row) + of_tokens <= 64 << 20
-
-
-# ---- Benchmark ----
-
-
-def test_bench_linear_targets():
-    """Half the stock time, or a time near that of reading the weight, which no call beats."""
-    from benchmark import linear as suite
-    from benchmark.suites import Case
-    from benchmark.timing import Timing
-
-    def measured(head: suite.HeadCase, scratch: int = 0, **times: float) -> suite.Measured:
-        return suite.Measured(head, {name: Timing(us, us, us, 1) for name, us in times.items()}, {"fused": scratch})
-
-    case = Case(4, 32000, 8, "bf16")
-    head = suite.HeadCase(case, 128, None, 0.5, 1.3)
-    assert measured(head, read=10.0, product=90.0, stock=100.0, fused=50.0).meets_targets
-    assert not measured(head, read=10.0, product=90.0, stock=100.0, fused=51.0).meets_targets
-    assert measured(head, read=40.0, product=45.0, stock=50.0, fused=52.0).meets_targets
-    assert not measured(head, read=40.0, product=45.0, stock=50.0, fused=53.0).meets_targets
-    assert not measured(head, scratch=65 << 20, read=10.0, product=90.0, stock=100.0, fused=50.0).meets_targets
-    large = measured(suite.HeadCase(case, 128, 1.12), read=100.0, product=100.0, stock=120.0, fused=113.0)
-    assert not large.meets_targets
-    assert large.teraflops == pytest.approx(2 * 4 * 128 * 32000 / 113e-6 / 1e12)
-
-
-def test_bench_linear(monkeypatch, tmp_path):
-    from typer.testing import CliRunner
-
-    from benchmark import linear as suite
-    from benchmark.cli import app
-    from benchmark.suites import Case
-
-    heads = tuple(suite.HeadCase(Case(rows, 300, 4, "fp32"), 16, None, 1000.0) for rows in (1, 300))
-    monkeypatch.setattr(suite, "CPU_CASES", heads)
-    file = tmp_path / "linear.json"
-    command = ["bench", "--suite", "linear", "--device", "cpu", "--quick", "--json", str(file)]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    results = json.loads(file.read_text())["results"]
-    assert [row["rows"] for row in results] == [1, 300]
-    assert all(set(row["times"]) == set(suite.FUNCTIONS) and row["meets_targets"] for row in results)
-
-    # A wrong answer is found before anything is timed.
-    right = fused_topk.linear_log_softmax_topk
-    monkeypatch.setattr(fused_topk, "linear_log_softmax_topk", lambda *a: TopK(*(x + 1 for x in right(*a))))
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 1 and "wrong answer" in done.output

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import fused_topk
-from benchmark import published
 from fused_topk import distributed, generation
 
 ROOT = Path(__file__).parents[1]
@@ -147,75 +146,81 @@ def test_documents_have_the_published_figures(document):
     assert publish.published_again(document) == document.read_text(), "run `python demos/benchmark publish`"
 
 
-@pytest.mark.parametrize("run", sorted((ROOT / "demos" / "results").glob("*.json")), ids=lambda path: path.name)
-def test_every_run_is_shown_in_a_document(run):
-    assert any(re.search(rf"<!-- figures: \S*\b{run.name}\b", document.read_text()) for document in publish.DOCUMENTS)
+@pytest.mark.parametrize("file", sorted((ROOT / "demos" / "results").glob("*.csv")), ids=lambda path: path.name)
+def test_every_suite_of_a_file_is_shown_in_a_document(file):
+    """Some by a picture, which is drawn from the file."""
+    text = "".join(document.read_text() for document in publish.DOCUMENTS)
+    shown = re.findall(rf"<!-- figures: \S*\b{file.name}(?: (.+?))? -->", text)
+    named = {suite for suites in shown for suite in suites.split(",")}
+    drawn = {"parts of a stock step", "ladder by length", "ladder by k"}
+    # Tables whose rows name their cases.
+    by_row = {"h200.csv": {"ladder"}, "cpu.csv": {"vLLM"}}.get(file.name, set())
+    assert {record.suite for record in publish.read(file)} <= named | drawn | by_row
+
+
+def test_results_stay_small():
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "demos" / "results").iterdir()) <= 4000
 
 
 _TABLE = """\
-<!-- figures: demos/results/h100.json -->
-| rows x V | read | {heading} |
-|---|---|---|
-| {row} | 0.0 | 0.0 |
+<!-- figures: demos/results/h100.csv -->
+| rows x V | read | {heading} | in words <!-- text --> |
+|---|---|---|---|
+| {row} | 0.0 | 0.0 | seven |
 
 | of no run | 1 |
 """
 
 
 def filled(text):
-    return published.filled(text, ROOT, publish.VIEWS)
+    return publish.filled(text, ROOT)
 
 
-def test_figures_are_filled_in_from_the_json():
-    made = filled(_TABLE.format(heading="fused_topk", row="64 x 128256, bf16, k = 8, ascending"))
-    assert "| 64 x 128256, bf16, k = 8, ascending | 7.00 | 17.5 |" in made
-    assert "| of no run | 1 |" in made
+@pytest.mark.parametrize(
+    ("heading", "row", "cells"),
+    [
+        ("fused_topk", "64 x 128256, bf16, k = 8", "6.99 | 13.6"),
+        ("ours <!-- fused_topk -->", "a step <!-- 64 x 128256 bf16 k=8 -->", "6.99 | 13.6"),
+        ("torch / fused_topk", "64 x 128256, bf16, k = 8", "6.99 | 17.2"),
+        ("hot: fused_topk", "64 x 128256, bf16, k = 8", "6.99 | 10.8"),
+        ("hot: flashinfer", "64 x 128256, bf16, k = 8", "6.99 | -"),
+        ("cold, ascending: fused_topk", "64 x 128256, bf16, k = 8", "6.99 | 17.5"),
+    ],
+)
+def test_figures_are_filled_in_from_the_file(heading, row, cells):
+    made = filled(_TABLE.format(heading=heading, row=row))
+    assert f"| {row} | {cells} | seven |" in made
+    assert made.endswith("\n| of no run | 1 |\n")
+    assert filled(made) == made
 
 
 @pytest.mark.parametrize(
     ("heading", "row", "message"),
-    [("fused_topk", "65 x 128256, bf16, k = 8", "65 x 128256"), ("cub", "64 x 128256, bf16, k = 8", "got cub")],
+    [("fused_topk", "65 x 128256, bf16, k = 8", "65 x 128256"), ("cub", "64 x 128256, bf16, k = 8", "got 'cub'")],
 )
 def test_figures_that_no_run_has_are_an_error(heading, row, message):
     with pytest.raises(ValueError, match=message):
         filled(_TABLE.format(heading=heading, row=row))
 
 
-def test_a_view_writes_all_up_to_its_end():
-    begin, end = "<!-- figures: demos/results/cpu.json summary -->", "<!-- end of figures -->"
-    made = filled(f"before\n{begin}\nof an older run\n{end}\nafter")
-    lines = made.split("\n")
-    assert lines[:2] == ["before", begin] and lines[-2:] == [end, "after"]
-    assert "slower than torch" in made and "older" not in made
-    assert filled(made) == made
-    with pytest.raises(ValueError, match="must be followed by"):
-        filled(begin)
-    with pytest.raises(ValueError, match="got totals"):
-        filled(begin.replace("summary", "totals"))
-
-
-def _result(shape: str, to_torch: float | None) -> dict[str, object]:
-    return {"shape": shape, "cache": "cold", "ratio_to_torch": to_torch}
-
-
-def test_summary_names_the_shapes_that_are_slower_than_torch():
-    run = {"results": [_result("1 x 8 fp32 k=8", 1.25), _result("9 x 9 fp32 k=8", 0.5)], "host": {}}
-    assert published.summary(run) == (
-        "Of 2 measurements 1 is slower than torch: 1 x 8 fp32 k=8 takes 1.25 times as long."
+def _of_suites(suites, *rows):
+    rule = "| a | fused_topk | torch |\n|---|---|---|\n"
+    return (
+        f"before\n<!-- figures: demos/results/cpu.csv {suites} -->\n{rule}"
+        + "".join(f"{row}\n" for row in rows)
+        + "\nafter"
     )
-    run["results"] = [_result("9 x 9 fp32 k=8", 0.5), _result("9 x 9 fp32 k=9", None)]
-    assert published.summary(run) == "Of 2 measurements none is slower than torch."
 
 
-def test_about_says_what_a_run_did_not_record():
-    machine = {"versions": {"torch": "2.11"}, "gpus": [], "cpu": {"model": "A CPU", "threads": 2}}
-    run = {"machine": machine, "device": "cpu"}
-    assert published.about(run) == "*A CPU, 2 threads; torch 2.11; date and commit not recorded.*"
-    run |= {"date": "2026-11-23T11:02:53+00:00", "git_commit": "8e6619c24a15"}
-    assert published.about(run) == "*A CPU, 2 threads; torch 2.11; 2026-11-23, commit 8e6619c24a15.*"
+def test_a_suite_has_a_row_for_each_case():
+    made = filled(_of_suites("draws", "| of an older run | 1 | 2 |"))
+    assert "older" not in made and made.endswith("\n\nafter") and made.count("\n| 8 x 128256 fp32 ") == 4
+    assert made == filled(_of_suites("draws"))
+    with pytest.raises(ValueError, match="got totals"):
+        filled(_of_suites("totals"))
 
 
-def test_about_names_the_gpu_that_was_measured():
-    versions = {"torch": "2.11", "cuda driver": "13.0", "nvrtc": "13.0"}
-    run = {"machine": {"versions": versions, "gpus": [{"name": "one"}, {"name": "other"}]}, "device": "cuda:1"}
-    assert published.about(run).startswith("*other; torch 2.11, driver for CUDA 13.0,")
+def test_origins_and_losses_have_a_row_each():
+    made = filled(_of_suites("origins"))
+    assert "| cpu, cpu softmax | AMD EPYC, 2 threads | 2026-11-25 | 1a3463d97737 | torch 2.13.0+cpu, " in made
+    assert "| cpu softmax | 1 x 128 fp32 | time | torch | 1.27 | 5.05 | 3.98 |" in filled(_of_suites("losses"))

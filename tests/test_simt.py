@@ -12,8 +12,8 @@ import torch
 
 import kernel_names
 import ladder_rungs
-from benchmark.choices import of_topk as alternatives
 from benchmark.devices import read_rows
+from choices import of_topk as alternatives
 from fused_topk.backends import cuda as kernels
 from fused_topk.cuda_runtime.kernel_source import source_folder
 from fused_topk.layout.topk_choice import KernelChoice, choose

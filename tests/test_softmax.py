@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fused_topk
-from benchmark.choices import of_full_rows as alternatives
+from choices import of_full_rows as alternatives
 from fused_topk.functional import full_rows
 from fused_topk.layout.full_row_choice import choose_full_row
 from fused_topk.rows import LogitRows

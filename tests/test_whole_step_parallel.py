@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -60,14 +59,26 @@ def test_a_process_that_dies():
 
 @are_served
 @pytest.mark.exhaustive
-def test_the_demo():
-    demo = Path(__file__).parents[1] / "demos" / "tensor_parallel_cost.py"
+def test_the_demo(tmp_path):
+    demo = Path(__file__).parents[1] / "demos" / "tensor_parallel.py"
     if not demo.exists():
         pytest.skip("the demos are only in a checkout")
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    options = ("--tiny", "--layers", "1", "--prompt", "8", "--new-tokens", "4", "--turns", "1")
-    result = subprocess.run([sys.executable, *launcher, demo, *options], capture_output=True, text=True, timeout=200)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    options = (
+        "--tiny",
+        "--layers",
+        "1",
+        "--prompt",
+        "8",
+        "--new-tokens",
+        "4",
+        "--turns",
+        "1",
+        "--csv",
+        tmp_path / "run.csv",
+    )
+    command = [sys.executable, *launcher, demo, *map(str, options)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
-    for case in json.loads(result.stdout)["cases"].values():
-        assert case["whole step"]["share_of_same_tokens"] == 1.0
-        assert "stock=0, reasons={}" in case["whole step"]["stats"]
+    assert result.stdout.count("same 100%") == result.stdout.count("as asked") == 4
+    assert (tmp_path / "run.csv").read_text().count("tensor parallel,") == 12

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import torch
+import torch.distributed as dist
+import typer
 from torch import Tensor
 
 from fused_topk import backends
@@ -12,11 +16,53 @@ from fused_topk.cuda_runtime import driver
 
 from .timing import Function
 
+UNDER_TORCHRUN = "torchrun --nproc-per-node 2 demos/benchmark bench --suite distributed"
+
 
 def best_device() -> torch.device:
     """The first GPU if its kernels work, else the CPU."""
     gpu = torch.device("cuda", 0)
     return gpu if backends.available(gpu)["cuda"] is None else torch.device("cpu")
+
+
+def device_of(name: str) -> torch.device:
+    """The device that an option names, with an index for a GPU; without a name the best one.
+
+    Raises:
+        typer.BadParameter: there is no such device, or it has no kernels.
+    """
+    try:
+        chosen = torch.device(name) if name else best_device()
+    except RuntimeError as error:
+        raise typer.BadParameter(f"--device must be cuda, cuda:N or cpu, got {name!r}") from error
+    if chosen.type not in ("cuda", "cpu"):
+        raise typer.BadParameter(f"--device must be cuda, cuda:N or cpu, got {name!r}")
+    if chosen.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        chosen = torch.device("cuda", chosen.index or 0)
+        if chosen.index >= count:
+            raise typer.BadParameter(f"--device must be a GPU that torch sees (it sees {count}), got {name!r}")
+    if cause := backends.available(chosen)[chosen.type]:
+        raise typer.BadParameter(f"--device must have kernels, got {str(chosen)!r}: {cause}")
+    if chosen.type == "cuda":
+        # torch's own kernels and its counts of memory are of the current device.
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def join_processes(device: torch.device) -> torch.device:
+    """This process's device, in the group of all processes of torchrun.
+
+    Raises:
+        typer.BadParameter: the process was not started by torchrun.
+    """
+    if "RANK" not in os.environ:
+        raise typer.BadParameter(f"--suite distributed needs several processes; start it with `{UNDER_TORCHRUN}`")
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
 
 
 def reader(device: torch.device) -> Function:

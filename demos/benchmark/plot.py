@@ -1,173 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as a figure: a panel a suite, a line a shape; time to the right, from the read floor to the peers. Of a suite that
-compares distributions of logits, the time relative to normal ones."""
+"""A run as a figure: a panel a suite, a line a shape; time to the right, from the floor to the rivals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from .report import Document, three_digits, title
-from .runner import FUSED
+from .results import OURS, Record, grid, three_digits
 
-# name -> (marker, colour, label), in the order of the legend
+# Okabe and Ito's palette: its colours differ for every kind of colour vision. A floor is a stroke.
 _MARKS = {
-    "read": ("|", "#444444", "plain read of the same bytes"),
-    "copy": ("|", "#8c564b", "plain copy"),
-    FUSED: ("o", "#d62728", "fused_topk"),
-    "rows": ("D", "#ff9896", "fused_topk, rows one by one"),
-    "torch": ("s", "#1f77b4", "torch (log_softmax, then topk)"),
-    "compiled": ("^", "#17becf", "torch.compile of the same"),
-    "flashinfer": ("v", "#2ca02c", "FlashInfer: top-k alone, in any order"),
-    "flashinfer-sorted": ("<", "#98df8a", "FlashInfer: top-k alone, sorted and deterministic"),
-    "cupy": ("P", "#9467bd", "CuPy: log_softmax, argpartition"),
+    "read": ("|", "#444444"),
+    "copy": ("|", "#444444"),
+    "product": ("|", "#444444"),
+    "local": ("|", "#444444"),
+    OURS: ("o", "#D55E00"),
+    "top-k alone": ("D", "#E69F00"),
+    "torch": ("s", "#0072B2"),
+    "compiled": ("^", "#56B4E9"),
+    "flashinfer": ("v", "#009E73"),
+    "flashinfer sorted": ("<", "#8FD9B6"),
 }
-_TARGET = ("4", "#999999", "target")
-_DISTRIBUTION_MARKS = {
-    "peaked": ("^", "#9467bd"),
-    "ascending": (">", "#d62728"),
-    "descending": ("<", "#1f77b4"),
-    "equal": ("s", "#2ca02c"),
-    "sparse": ("x", "#444444"),
-}
-_LINE_INCHES, _TITLE_INCHES, _COLUMN_INCHES = 0.24, 0.9, 9.0
-_LINES_OF_ONE_COLUMN = 30
-
-Entry = dict[str, Any]
+_OTHER_MARK = ("P", "#CC79A7")
+_LINE_INCHES, _TITLE_INCHES, _WIDTH_INCHES = 0.24, 0.9, 9.0
 
 
-class _Panel(NamedTuple):
-    suite: str
-    shapes: dict[str, list[Entry]]  # the results of each, whatever the cache and the distribution
-
-    @property
-    def inches(self) -> float:
-        return _TITLE_INCHES + _LINE_INCHES * len(self.shapes)
-
-    @property
-    def is_relative(self) -> bool:
-        return any(entry["distribution"] != "normal" for entries in self.shapes.values() for entry in entries)
-
-
-def plot(run: Document, path: Path) -> None:
-    """Writes a PNG (or whatever the suffix of `path` asks for)."""
+def plot(records: Sequence[Record], path: Path) -> None:
+    """Writes a PNG, or whatever the suffix of `path` asks for, with the first measure of each shape."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = _columns(_panels(run["results"]))
-    inches = max((sum(panel.inches for panel in column) for column in columns), default=0)
-    figure = Figure(figsize=(_COLUMN_INCHES * len(columns), 1.5 + inches), layout="constrained")
+    times = [
+        record for record in records if record.unit == "µs" and "," not in record.measure and record.measure != "hot"
+    ]
+    panels = {name: grid(r for r in times if r.suite == name) for name in dict.fromkeys(r.suite for r in times)}
+    heights = [_TITLE_INCHES + _LINE_INCHES * len(lines) for lines in panels.values()]
+    figure = Figure(figsize=(_WIDTH_INCHES, 1.2 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(1, len(columns))
-    for c, column in enumerate(columns):
-        # A shorter column ends with empty space, so that lines have the same height in both columns.
-        heights = [panel.inches for panel in column]
-        if (rest := inches - sum(heights)) > _LINE_INCHES:
-            heights.append(rest)
-        cells = grid[0, c].subgridspec(max(len(heights), 1), 1, height_ratios=heights or None)
-        for r, panel in enumerate(column):
-            axes = figure.add_subplot(cells[r, 0])
-            (_draw_relative if panel.is_relative else _draw_times)(axes, panel)
-            axes.set_title(panel.suite, fontsize=10, loc="left")
-            axes.set_yticks(range(len(panel.shapes)), list(panel.shapes), fontsize=8)
-            axes.set_ylim(len(panel.shapes) - 0.4, -0.8)
-            axes.tick_params(axis="x", labelsize=8)
-            axes.grid(axis="x", which="both", color="#eeeeee")
-            axes.set_axisbelow(True)
+    axes = figure.subplots(max(len(panels), 1), 1, squeeze=False, height_ratios=heights or None)
+    for (name, lines), (panel,) in zip(panels.items(), axes):
+        _draw(panel, lines)
+        panel.set_title(name, fontsize=10, loc="left")
     # One entry for all panels that have it.
-    legend = {
-        label: handle
-        for axes in figure.axes
-        if not axes.get_legend()
-        for handle, label in zip(*axes.get_legend_handles_labels())
-    }
-    labels = [label for *_, label in (*_MARKS.values(), _TARGET) if label in legend]
-    handles = [legend[label] for label in labels]
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    has_hot = any(entry["cache"] == "hot" for entry in run["results"])
-    figure.suptitle(title(run) + ("\nhollow or pale: one input, from the cache" if has_hot else ""), fontsize=10)
-    figure.savefig(path, dpi=120)
+    legend = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    runs = dict.fromkeys(f"{r.origin.machine}, {r.origin.date}, commit {r.origin.commit or 'unknown'}" for r in times)
+    figure.suptitle("\n".join(runs), fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
 
 
-def _panels(results: Iterable[Entry]) -> list[_Panel]:
-    """Suite after suite. Shapes that are the same but for the distribution share a line."""
-    panels: dict[str, _Panel] = {}
-    for entry in results:
-        if FUSED in entry["times"]:
-            panel = panels.setdefault(entry["suite"], _Panel(entry["suite"], {}))
-            shape = entry["shape"].removesuffix(f" {entry['distribution']}")
-            panel.shapes.setdefault(shape, []).append(entry)
-    return list(panels.values())
-
-
-def _columns(panels: list[_Panel]) -> list[list[_Panel]]:
-    """One, or for many lines two of about the same height."""
-    total = sum(panel.inches for panel in panels)
-    if sum(len(panel.shapes) for panel in panels) <= _LINES_OF_ONE_COLUMN or len(panels) == 1:
-        return [panels]
-
-    def height_of_higher(first: int) -> float:
-        height = sum(panel.inches for panel in panels[:first])
-        return max(height, total - height)
-
-    split = min(range(1, len(panels)), key=height_of_higher)
-    return [panels[:split], panels[split:]]
-
-
-def _results(panel: _Panel) -> Iterator[tuple[int, bool, Entry]]:
-    """(line, whether its input comes from the cache, result)."""
-    for line, entries in enumerate(panel.shapes.values()):
-        for entry in entries:
-            yield line, entry["cache"] == "hot", entry
-
-
-def _median(entry: Entry, name: str = FUSED) -> float:
-    return float(entry["times"][name]["median"])
-
-
-def _draw_times(axes: Any, panel: _Panel) -> None:
-    for line, entries in enumerate(panel.shapes.values()):
-        medians = [_median(entry, name) for entry in entries for name in entry["times"]]
-        axes.plot([min(medians), max(medians)], [line] * 2, color="#dddddd", linewidth=1, zorder=1)
-        axes.annotate(
-            three_digits(_median(entries[0])),
-            (_median(entries[0]), line),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="center",
-            fontsize=7,
-            color=_MARKS[FUSED][1],
-        )
-    for name, mark in _MARKS.items():
-        _scatter(axes, [(_median(e, name), line, hot) for line, hot, e in _results(panel) if name in e["times"]], *mark)
-    targets = [(e["target"], line, hot) for line, hot, e in _results(panel) if e["target"] is not None]
-    _scatter(axes, targets, *_TARGET)
+def _draw(axes: Any, lines: dict[tuple[str, str], dict[str, Record]]) -> None:
+    for line, ways in enumerate(lines.values()):
+        values = [record.value for record in ways.values()]
+        axes.plot([min(values), max(values)], [line] * 2, color="#dddddd", linewidth=1, zorder=1)
+        for way, record in ways.items():
+            marker, colour = _MARKS.get(way, _OTHER_MARK)
+            axes.plot(
+                record.value, line, marker=marker, color=colour, linestyle="", markersize=5.5, label=way, zorder=3
+            )
+        at = (ways[OURS].value, line)
+        more: dict[str, Any] = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "fontsize": 7}
+        axes.annotate(three_digits(at[0]), at, color=_MARKS[OURS][1], **more)
+    axes.set_yticks(range(len(lines)), [case for case, _ in lines], fontsize=8)
+    axes.set_ylim(len(lines) - 0.4, -0.8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.grid(axis="x", which="both", color="#eeeeee")
+    axes.set_axisbelow(True)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("µs per call, median (logarithmic)", fontsize=8)
-
-
-def _draw_relative(axes: Any, panel: _Panel) -> None:
-    normal = {(line, hot): _median(e) for line, hot, e in _results(panel) if e["distribution"] == "normal"}
-    compared = [(line, hot, e) for line, hot, e in _results(panel) if (line, hot) in normal]
-    for distribution, mark in _DISTRIBUTION_MARKS.items():
-        ratios = [
-            (_median(e) / normal[line, hot], line, hot)
-            for line, hot, e in compared
-            if e["distribution"] == distribution
-        ]
-        _scatter(axes, ratios, *mark, distribution)
-    for limit in {round(e["target"] / normal[line, hot], 3) for line, hot, e in compared if e["target"] is not None}:
-        axes.axvline(limit, color=_TARGET[1], linestyle=":", label=f"at most {limit:g}")
-    axes.set_xlabel("time relative to that of normal logits", fontsize=8)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
-
-
-def _scatter(axes: Any, points: Iterable[tuple[float, int, bool]], marker: str, colour: str, label: str) -> None:
-    """points: (x, line, whether its input comes from the cache)."""
-    for i, (x, line, is_hot) in enumerate(points):
-        # A mark that consists of lines has no inside.
-        face = {"alpha": 0.5} if is_hot and marker in "|x4" else {"markerfacecolor": "none"} if is_hot else {}
-        name = "" if i else label
-        axes.plot(x, line, marker=marker, color=colour, linestyle="", markersize=5.5, label=name, zorder=3, **face)
+    axes.set_xlabel("µs a call, median (logarithmic)", fontsize=8)

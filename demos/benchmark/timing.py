@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a function takes: on the GPU by CUDA-graph replays, on the CPU by interleaved rounds, and on the host."""
+"""How long functions take, sample by sample in turns: what slows the machine for a while slows all of them."""
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-Function = Callable[[Tensor], object]
+Function = Callable[[Tensor], Any]
+Sampler = Callable[[], float]
+"""Takes a sample: µs per call."""
+
+_CALLS_OF_PROCESSES = 10
 
 
 class Timing(NamedTuple):
@@ -24,110 +27,73 @@ class Timing(NamedTuple):
     median: float
     p10: float
     p90: float
-    samples: int
-
-
-def summarize(samples: Sequence[float]) -> Timing:
-    p10, median, p90 = np.percentile(np.asarray(samples, dtype=np.float64), (10, 50, 90))
-    return Timing(float(median), float(p10), float(p90), len(samples))
 
 
 class Effort(NamedTuple):
     """How many samples, and how long each at least (µs)."""
 
-    replays: int
-    replay_us: float
-    rounds: int
-    round_us: float
+    samples: int
+    sample_us: float
 
 
-FULL = Effort(replays=25, replay_us=2000.0, rounds=21, round_us=1000.0)
-QUICK = Effort(replays=5, replay_us=500.0, rounds=5, round_us=200.0)
+FULL = Effort(samples=21, sample_us=1500.0)
+QUICK = Effort(samples=5, sample_us=300.0)
 
 
-def calls_per_sample(one_call_us: float, sample_us: float, rotation: int = 1, at_least: int = 1) -> int:
-    """How many calls make a sample of about `sample_us`: at most 200, rounded up to whole turns of the rotation."""
-    calls = min(max(math.ceil(sample_us / max(one_call_us, 0.1)), at_least), 200)
-    return math.ceil(calls / rotation) * rotation
+def summarize(samples: Sequence[float]) -> Timing:
+    p10, median, p90 = np.percentile(np.asarray(samples, dtype=np.float64), (10, 50, 90))
+    return Timing(float(median), float(p10), float(p90))
 
 
-def time_graph(function: Function, inputs: Sequence[Tensor], effort: Effort) -> Timing:
-    """GPU time per call. One graph calls the function on input after input, so that its own launch is shared by many
-    calls; whatever Python does happened at capture. Kernels of one call follow those of the last without a gap.
+def in_turns(samplers: Mapping[str, Sampler], samples: int) -> dict[str, Timing]:
+    """The time of each function, from that many rounds in which each takes a sample."""
+    taken: dict[str, list[float]] = {name: [] for name in samplers}
+    names = list(samplers)
+    for i in range(samples):
+        # Every other round backwards, so that none always runs in the wake of the same neighbour.
+        for name in names if i % 2 == 0 else reversed(names):
+            if dist.is_initialized():
+                dist.barrier()
+            taken[name].append(samplers[name]())
+    return {name: summarize(of_way) for name, of_way in taken.items()}
+
+
+def sampler(function: Function, inputs: Sequence[Tensor], sample_us: float, is_captured: bool = True) -> Sampler:
+    """What takes samples of a function. Each is of at least `sample_us`, of calls with input after input.
+
+    On a GPU all calls of a sample are in one CUDA graph, so that its own launch is shared by many calls, and whatever Python does
+    happened at capture. Kernels of one call follow those of the last without a gap.
     """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with _on_stream(stream):
-        # Outside the capture: compilation, handles, choices of kernel. The second pass is timed, for the number of
-        # calls only: where Python is slower than the GPU it overestimates, and the sample gets shorter.
-        function(inputs[0])
-        (one_call_us,) = _event_times(lambda: function(inputs[-1]), 1)
-    calls = calls_per_sample(one_call_us, effort.replay_us, rotation=len(inputs), at_least=8)
-
-    graph = torch.cuda.CUDAGraph()
-    try:
-        # Of torch, and not of this package, because some functions draw.
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(calls):
-                function(inputs[i % len(inputs)])
-    except BaseException:
-        # After a capture that fails torch's generator stays marked as captured, and every draw of the process would raise.
-        generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
-        generator.graphsafe_set_state(generator.clone_state())
-        raise
-    with _on_stream(stream):
-        for _ in range(3):
-            graph.replay()
-        return summarize([us / calls for us in _event_times(graph.replay, effort.replays)])
-
-
-def time_eager(function: Function, inputs: Sequence[Tensor], effort: Effort) -> Timing:
-    """GPU time per call of a function that a graph cannot capture: back-to-back calls, Python included where it is the
-    slower of the two."""
+    is_cuda = inputs[0].is_cuda
     function(inputs[0])
-    (one_call_us,) = _event_times(lambda: function(inputs[-1]), 1)
-    calls = calls_per_sample(one_call_us, effort.replay_us, rotation=len(inputs), at_least=8)
+    one_call_us = _gpu_us(lambda: function(inputs[-1])) if is_cuda else _host_us(lambda: function(inputs[-1]))
+    calls = calls_per_sample(one_call_us, sample_us, len(inputs), at_least=8 if is_cuda and is_captured else 1)
 
     def run() -> None:
         for i in range(calls):
             function(inputs[i % len(inputs)])
 
-    return summarize([us / calls for us in _event_times(run, effort.replays)])
+    if not is_cuda:
+        return lambda: _host_us(run) / calls
+    if not is_captured:
+        return lambda: _gpu_us(run) / calls
+    replay = _captured(run, lambda: function(inputs[0]))
+
+    def sample() -> float:
+        # The first replay brings the caches into their state, and covers the time that a launch takes.
+        replay()
+        return _gpu_us(replay) / calls
+
+    return sample
 
 
-def time_host(function: Callable[[], object], synchronize: Callable[[], None], effort: Effort) -> Timing:
-    """Host µs per call, without waiting for the device. The queue of launches must not fill up: give it small work."""
-    calls = 200
-    for _ in range(calls):
-        function()
-    samples = []
-    # As in timeit: a collection would walk all that the benchmark holds, and be counted as the call's.
-    gc.disable()
-    try:
-        for _ in range(effort.replays):
-            synchronize()
-            start = time.perf_counter_ns()
-            for _ in range(calls):
-                function()
-            samples.append((time.perf_counter_ns() - start) / 1000 / calls)
-    finally:
-        gc.enable()
-    synchronize()
-    return summarize(samples)
-
-
-def time_interleaved(functions: Mapping[str, Callable[[], object]], effort: Effort) -> dict[str, Timing]:
-    """CPU time per call of each function, taken turn by turn: what slows the machine for a while slows all of them."""
-    calls = {}
-    for name, function in functions.items():
-        function()
-        calls[name] = calls_per_sample(_host_us(function, 1), effort.round_us)
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    names = list(functions)
-    for i in range(effort.rounds):
-        # Every other round backwards, so that none always runs in the wake of the same neighbour.
-        for name in names if i % 2 == 0 else reversed(names):
-            samples[name].append(_host_us(functions[name], calls[name]))
-    return {name: summarize(taken) for name, taken in samples.items()}
+def calls_per_sample(one_call_us: float, sample_us: float, rotation: int = 1, at_least: int = 1) -> int:
+    """How many calls make a sample of about `sample_us`: at most 200, rounded up to whole turns of the rotation. Several processes
+    make as many calls each, or their collectives would wait for each other for ever."""
+    if dist.is_initialized():
+        return _CALLS_OF_PROCESSES
+    calls = min(max(math.ceil(sample_us / max(one_call_us, 0.1)), at_least), 200)
+    return math.ceil(calls / rotation) * rotation
 
 
 def warm_up_gpu(seconds: float = 0.3) -> None:
@@ -139,22 +105,36 @@ def warm_up_gpu(seconds: float = 0.3) -> None:
         torch.cuda.synchronize()
 
 
-def _host_us(function: Callable[[], object], calls: int) -> float:
+def _captured(run: Callable[[], None], once: Callable[[], object]) -> Callable[[], None]:
+    """Replays the launches of `run`. `once` is a part of it, which compiles and sets up all that it needs."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    with _on_stream(stream):
+        once()
+    try:
+        # Of torch, and not of this package, because some functions draw. Other threads, such as NCCL's, may go on.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            run()
+    except BaseException:
+        # After a capture that fails torch's generator stays marked as captured, and every draw of the process would raise.
+        generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
+    return graph.replay
+
+
+def _host_us(run: Callable[[], object]) -> float:
     start = time.perf_counter_ns()
-    for _ in range(calls):
-        function()
-    return (time.perf_counter_ns() - start) / 1000 / calls
+    run()
+    return (time.perf_counter_ns() - start) / 1000
 
 
-def _event_times(run: Callable[[], object], count: int) -> list[float]:
-    """µs of each of `count` runs on the current stream, queued without a wait between them."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
-    marks[0].record()
-    for mark in marks[1:]:
-        run()
-        mark.record()
-    marks[-1].synchronize()
-    return [1000.0 * before.elapsed_time(after) for before, after in pairwise(marks)]
+def _gpu_us(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(1000.0 * start.elapsed_time(end))
 
 
 @contextmanager

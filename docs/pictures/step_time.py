@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
+import csv
 from pathlib import Path
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parents[1] / "demos" / "results"
+NUMBERS = HERE.parents[1] / "demos" / "results" / "h200.csv"
 CASE = "llama-1b-8x4"
 LEFT, WIDTH, TOP, PITCH, BAR = 150, 500, 74, 46, 26
 
@@ -34,13 +34,17 @@ _LEGEND = (
 
 def drawn() -> str:
     """The picture's text: a bar for each way, its pieces in ms from left to right."""
-    costs = json.loads((RESULTS / "generation_cost_h200.json").read_text())["cases"][CASE]
-    calls = json.loads((RESULTS / "h200_whole_calls.json").read_text())["cases"][f"{CASE}-prompt-512"]["whole_calls"]
-    of_stock = costs["stock"]
-    kernels, step, choice = (of_stock[name] / 1e3 for name in ("profiled_gpu", "generate_step", "selection_gpu"))
+    with NUMBERS.open(encoding="utf-8", newline="") as file:
+        # Steps in ms, by suite, case and way.
+        steps = {
+            (r["suite"], r["case"], r["way"]): float(r["value"]) for r in csv.DictReader(file) if r["measure"] == "step"
+        }
+    choice, kernels, step = (
+        steps["parts of a stock step", CASE, part] for part in ("choice of tokens", "all kernels", "step")
+    )
     bars = {"stock": [("choice", choice), ("model", kernels - choice), ("wait", step - kernels)]}
     for way in ("whole step", "whole step, compiled"):
-        bars[way] = [("replay", calls[way]["step"] * 1e3)]
+        bars[way] = [("replay", steps["generate", f"{CASE}-prompt-512", way])]
     scale = WIDTH / max(sum(time for _, time in pieces) for pieces in bars.values())
 
     lines = [

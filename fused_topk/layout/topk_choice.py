@@ -166,8 +166,7 @@ def choose(
 ) -> KernelChoice:
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
-    Each limit below rests on a row of csrc/TUNING.md ("Which kernel, and how a row is cut"): choices timed beside each other
-    by `python demos/benchmark sweep`.
+    Each limit below rests on a row of csrc/TUNING.md ("Which kernel, and how a row is cut"): choices timed beside each other.
     """
     parts, tiles_per_part = _cut(vocab_size)
     vectors = _TILE * itemsize // _WARP_BYTES

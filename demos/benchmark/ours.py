@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our function for a case. The backend is asked for by name, so that no fallback is timed in its place."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fused_topk
+from fused_topk import distributed
+
+from .cases import SAMPLING, Case
+from .inputs import beam_scores, lengths_of, router_settings, target_tokens, weight_of
+from .timing import Function
+
+
+def topk(case: Case, device: torch.device) -> Function:
+    lengths = lengths_of(case, device) if case.kind == "ragged" else None
+    return lambda logits: fused_topk.log_softmax_topk(logits, case.k, lengths=lengths, backend=device.type)
+
+
+def beams(case: Case, device: torch.device) -> Function:
+    scores = beam_scores(case, device)
+    return lambda logits: fused_topk.beam_topk(logits, scores, case.k, backend=device.type)
+
+
+def softmax(case: Case, device: torch.device) -> Function:
+    return lambda logits: fused_topk.softmax(logits, backend=device.type)
+
+
+def draw(case: Case, device: torch.device, backend: str = "") -> Function:
+    return partial(fused_topk.sample, seed=0, backend=backend or device.type, **SAMPLING[case.kind])
+
+
+def route(case: Case, device: torch.device, backend: str = "") -> Function:
+    settings = router_settings(case, device)
+    return lambda logits: fused_topk.router_topk(logits, case.k, backend=backend or device.type, **settings)
+
+
+def head(case: Case, device: torch.device) -> Function:
+    weight = weight_of(case, device)
+    return lambda hidden: fused_topk.linear_log_softmax_topk(hidden, weight, case.k)
+
+
+def train(case: Case, device: torch.device) -> Function:
+    def logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Any:
+        return fused_topk.linear_log_softmax_topk(hidden, weight, 1, targets=tokens).target_logprobs
+
+    return step_of(case, device, logprobs)
+
+
+def step_of(case: Case, device: torch.device, logprobs: Any, is_loss: bool = False) -> Function:
+    """A forward and a backward pass of the mean negative log-probability of a token a row: (loss, gradient of hidden states).
+
+    Args:
+        case: the shape.
+        device: where it runs.
+        logprobs: (hidden, weight, tokens) to the tokens' log-probabilities, or to the loss itself.
+        is_loss: to the loss.
+    """
+    weight, tokens = weight_of(case, device).detach().requires_grad_(), target_tokens(case, device)
+
+    def step(given: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden, weight.grad = given.detach().requires_grad_(), None
+        found = logprobs(hidden, weight, tokens)
+        loss = found if is_loss else -found.mean()
+        loss.backward()
+        return loss.detach(), hidden.grad
+
+    return step
+
+
+def sharded(case: Case, device: torch.device) -> Function:
+    return lambda own: distributed.log_softmax_topk(own, case.k)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements as CSV: a line for each number, with where and of what it was measured."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import fused_topk
+from fused_topk.machine import describe
+
+OURS = "fused_topk"
+PREDICTED = "predicted"
+
+
+class Origin(NamedTuple):
+    """Where, when and of which source something was measured.
+
+    Attributes:
+        machine: the GPU, or the CPU and the number of threads.
+        versions: of torch, transformers, Python and, for a GPU, of its driver and NVRTC.
+        date: as 2026-11-28.
+        commit: that the source stands at, "+" for changes since; empty outside a checkout.
+    """
+
+    machine: str
+    versions: str
+    date: str
+    commit: str
+
+
+class Record(NamedTuple):
+    """One number.
+
+    Attributes:
+        suite: a suite of the benchmark, or what a demo calls its own.
+        case: the shape.
+        measure: which number of that shape: "cold" and "hot" are times with inputs from memory and from the cache.
+        way: who took it: "fused_topk", a rival, a floor.
+        value: the median.
+        unit: as µs, ms, GB.
+        p10: a tenth of the samples lie below; None where it is not known.
+        p90: a tenth of the samples lie above.
+        origin: where it was measured.
+    """
+
+    suite: str
+    case: str
+    measure: str
+    way: str
+    value: float
+    unit: str
+    p10: float | None
+    p90: float | None
+    origin: Origin
+
+
+_FIELDS = (*Record._fields[:-1], *Origin._fields)
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Writes a file, and the folders that it needs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(_FIELDS)
+        for *found, origin in records:
+            writer.writerow([_text(value) for value in (*found, *origin)])
+
+
+def read(path: Path) -> list[Record]:
+    """What write() has written.
+
+    Raises:
+        ValueError: it has not written this file.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != _FIELDS:
+            raise ValueError(
+                f"{path} must be a CSV file with the columns {', '.join(_FIELDS)}, got {reader.fieldnames}"
+            )
+        return [_record(row) for row in reader]
+
+
+def grid(records: Iterable[Record]) -> dict[tuple[str, str], dict[str, Record]]:
+    """By case and measure, then by way. Of a shape that stands in two suites, and so was timed twice, the first time counts."""
+    found: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in records:
+        found.setdefault((record.case, record.measure), {}).setdefault(record.way, record)
+    return found
+
+
+def _record(row: dict[str, str]) -> Record:
+    p10, p90 = (float(text) if (text := row.pop(name)) else None for name in ("p10", "p90"))
+    value, origin = float(row.pop("value")), Origin(*(row.pop(name) for name in Origin._fields))
+    return Record(**row, value=value, p10=p10, p90=p90, origin=origin)  # the others are words
+
+
+def _text(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def origin_on(device: torch.device) -> Origin:
+    """The origin of what this process measures on a device."""
+    found = describe()
+    versions = found["versions"]
+    names = {"torch": "torch", "transformers": "transformers", "python": "Python"}
+    machine = f"{found['cpu']['model']}, {found['cpu']['threads']} threads"
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+        names |= {"cuda driver": "driver for CUDA", "nvrtc": "NVRTC"}
+    said = ", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key))
+    return Origin(machine, said, datetime.now(timezone.utc).date().isoformat(), git_commit() or "")
+
+
+def git_commit() -> str | None:
+    """The commit that the package's source stands at, "+" for changes since, or None outside a checkout."""
+    root = Path(fused_topk.__file__).resolve().parents[1]
+    # An installed package may lie in a virtual environment inside some other project's checkout.
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(root: Path, *command: str) -> str:
+    return subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def three_digits(number: float | None) -> str:
+    """The number as in 1.42, 18.5, 667, 5,998; "-" for what was not measured."""
+    if number is None:
+        return "-"
+    return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:,.0f}"
