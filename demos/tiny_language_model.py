@@ -115,7 +115,7 @@ def standard_library_sources() -> list[Path]:
     if not sources:
         raise RuntimeError(
             f"the standard library must have its source files, found none in {root}; "
-            "choose a model on disk with --model, or --random-weights"
+            "choose a model on disk with --model, or --shape"
         )
     return sources
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -438,7 +440,9 @@ def test_records_survive_their_file(tmp_path):
 def test_origin_has_the_machine_and_the_commit():
     origin = results.origin_on(CPU)
     assert "threads" in origin.machine and f"torch {torch.__version__}" in origin.versions
-    assert origin.commit == (results.git_commit() or "") and len(origin.date) == 10
+    assert len(origin.date) == 10
+    if (Path(fused_topk.__file__).parents[1] / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{12}\+?", origin.commit)
 
 
 def test_of_a_shape_in_two_suites_the_first_time_counts():

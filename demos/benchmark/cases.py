@@ -75,7 +75,7 @@ DECODE = (
 )
 # Online normalizer calculation for softmax (Milakov & Gimelshein 2018), its two batch sizes.
 PAPER = cases([(rows, vocab, 5) for rows in (10, 4000) for vocab in (1000, 4000, 10000, 25000, 100000)])
-ROUTING = cases([(4096, 64, 8), (4096, 256, 8), (16384, 128, 8), (65536, 256, 8)], ("fp32", "bf16"))
+ROUTING = cases([(4096, 64, 8), (4096, 256, 8), (16384, 128, 8), (65536, 256, 8)], BOTH)
 LONG = cases([(1, 1048576, 5), (1, 4194304, 5), (128, 1048576, 5)])
 GROWING_K = (
     *cases([(4000, 25000, k) for k in (5, 10, 16, 30, 64)]),
@@ -125,8 +125,8 @@ _MODELS = ((80, 256206, 10), (160, 51866, 10), (96, 58101, 12), (256, 50265, 8),
 UNALIGNED = cases([(rows, size, k) for rows, v, k in _MODELS for size in (v, -(-v // 64) * 64)], BOTH)
 # The paper's two batches, and longer rows.
 SOFTMAX = (
-    *cases([(128, v, 0) for v in (2048, 32728, 65536, 131072, 262144, 1048576, 2097152, 4194304)], ("fp32", "bf16")),
-    *cases([(4000, vocab, 0) for vocab in (1000, 4000, 10000, 25000, 100000)], ("fp32", "bf16")),
+    *cases([(128, v, 0) for v in (2048, 32728, 65536, 131072, 262144, 1048576, 2097152, 4194304)], BOTH),
+    *cases([(4000, vocab, 0) for vocab in (1000, 4000, 10000, 25000, 100000)], BOTH),
     *cases([(1, 4194304, 0), (1, 67108864, 0)]),
 )
 DRAWS = tuple(
@@ -148,11 +148,9 @@ HEADS = (
     *cases([(rows, 128256, 8) for rows in (1, 16, 64, 256, 2048, 8192)], ["bf16"], depth=2048),
     Case(2048, 128256, 256, "bf16", depth=2048),
 )
+_SMALL_HEADS = ((128, 32000), (512, 50257), (2048, 128256))
 CPU_HEADS = tuple(
-    Case(rows, vocab, 8, dtype, depth=depth)
-    for dtype in ("fp32", "bf16")
-    for depth, vocab in ((128, 32000), (512, 50257), (2048, 128256))
-    for rows in (1, 8, 64)
+    case for depth, v in _SMALL_HEADS for case in cases([(rows, v, 8) for rows in (1, 8, 64)], BOTH, depth=depth)
 )
 TRAINING = (
     Case(8192, 128256, 0, "bf16", depth=2048),
@@ -161,30 +159,19 @@ TRAINING = (
 )
 SHARDED = cases([(rows, vocab, k) for vocab in (128256, 262144) for rows in (1, 8, 32, 256) for k in (8, 50)], ["bf16"])
 
-_CPU_SHAPES = (
-    *((1, vocab) for vocab in (1000, 32000, 128256, 262144)),
-    *((8, vocab) for vocab in (1000, 32000)),
-    *((64, vocab) for vocab in (1000, 32000, 262144)),
-)
+_CPU_LENGTHS = {1: (1000, 32000, 128256, 262144), 8: (1000, 32000), 64: (1000, 32000, 262144)}
+_CPU_SHAPES = [(rows, length) for rows, lengths in _CPU_LENGTHS.items() for length in lengths]
 CPU_TOPK = (
-    *cases([(8, 128256, 8), (8, 128256, 50)], ("fp32", "bf16")),
+    *cases([(8, 128256, 8), (8, 128256, 50)], BOTH),
     *cases([(*shape, 8) for shape in _CPU_SHAPES]),
     *cases([(*shape, 50) for shape in _CPU_SHAPES], ["bf16"]),
     # Where most of a row is wanted there is little to save.
     *cases([(8, 32000, 128), (1, 32000, 16000), (1, 32000, 32000), (8, 32000, 1000), (8, 32000, 32000)]),
     *cases([(64, 1000, 500), (64, 1000, 1000), (1, 262144, 131072), (4096, 128, 128)]),
     # Expert routers.
-    *cases(
-        [(4096, 8, 2), (4096, 16, 4), (4096, 64, 8), (4096, 128, 8), (4096, 256, 8), (4096, 256, 1)], ("fp32", "bf16")
-    ),
+    *cases([(4096, 8, 2), (4096, 16, 4), (4096, 64, 8), (4096, 128, 8), (4096, 256, 8), (4096, 256, 1)], BOTH),
     Case(1, 128, 8, "fp32"),
     Case(4096, 128, 50, "bf16"),
 )
-CPU_ROUTERS = cases([(4, 256, 8), (1024, 256, 8)], kind="deepseek-v3")
-CPU_SOFTMAX = cases(
-    [
-        (*shape, 0)
-        for shape in ((4000, 8), (4000, 30), (4000, 100), (4096, 128), (65536, 64), (64, 128), (1, 128), (8, 128256))
-    ],
-    ("fp32", "bf16"),
-)
+_SHORT_ROWS = ((4000, 8), (4000, 30), (4000, 100), (4096, 128), (65536, 64), (64, 128), (1, 128), (8, 128256))
+CPU_SOFTMAX = cases([(*shape, 0) for shape in _SHORT_ROWS], BOTH)

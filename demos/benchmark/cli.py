@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -33,28 +33,14 @@ _PIPE_WIDTH = 220
 # A larger input takes a CPU minutes.
 _MOST_CPU_BYTES = 256 << 20
 
-_Suite = Annotated[
-    str, typer.Option(metavar="NAME,NAME", help=f"Of {', '.join(SUITES)}, or all; by default decode, or cpu on a CPU.")
-]
-_Only = Annotated[
-    str, typer.Option(metavar="WORDS", help="Only shapes whose name has these words, as '64 x 128256 bf16'.")
-]
-_Device = Annotated[str, typer.Option(help="cuda, cuda:1, cpu; by default a GPU where its kernels work.")]
-_Quick = Annotated[bool, typer.Option("--quick", help="Few samples and no hot cache: for a first look.")]
-
 
 @app.command()
 def bench(
-    suite: _Suite = "",
-    only: _Only = "",
-    device: _Device = "",
-    rivals: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,NAME", help="By default all that are installed but `compiled`; `none` for floors alone."
-        ),
-    ] = "",
-    quick: _Quick = False,
+    suite: Annotated[str, typer.Option(help=f"Of {', '.join(SUITES)}, or all; by default decode, or cpu.")] = "",
+    only: Annotated[str, typer.Option(help="Only shapes whose name has these words, as '64 x 128256 bf16'.")] = "",
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu; by default a GPU where its kernels work.")] = "",
+    rivals: Annotated[str, typer.Option(help="By default all that are installed but `compiled`; `none`: floors.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Few samples and no hot cache: for a first look.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write all numbers here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a figure here (PNG, SVG, PDF).")] = None,
     compare: Annotated[
@@ -119,16 +105,13 @@ def _cases(suite: str, only: str, device: torch.device) -> list[tuple[str, Suite
         and (device.type == "cuda" or case.logit_bytes <= _MOST_CPU_BYTES)
     ]
     if not found:
-        raise typer.BadParameter(
-            f"--suite and --only must leave a shape that runs on {device}, got {suite!r} and {only!r}"
-        )
+        raise typer.BadParameter(f"--suite and --only must leave a shape for {device}, got {suite!r} and {only!r}")
     return found
 
 
-def _names(text: str, known: object, option: str) -> list[str]:
+def _names(text: str, known: Collection[str], option: str) -> list[str]:
     """The names between commas, each of them `known`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    assert hasattr(known, "__contains__") and hasattr(known, "__iter__")
     for name in names:
         if name not in known:
             raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {name!r}")
@@ -141,7 +124,7 @@ def _line(found: Found) -> str:
 
 
 def _show(found: list[Found], older: list[results.Record] | None, csv: Path | None, plot: Path | None) -> None:
-    console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", _PIPE_WIDTH)))
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     records = [record for each in found for record in each.records]
     report.print_found(found, console)
     if older and records:

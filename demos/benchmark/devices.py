@@ -16,8 +16,6 @@ from fused_topk.cuda_runtime import driver
 
 from .timing import Function
 
-UNDER_TORCHRUN = "torchrun --nproc-per-node 2 demos/benchmark bench --suite distributed"
-
 
 def best_device() -> torch.device:
     """The first GPU if its kernels work, else the CPU."""
@@ -26,11 +24,7 @@ def best_device() -> torch.device:
 
 
 def device_of(name: str) -> torch.device:
-    """The device that an option names, with an index for a GPU; without a name the best one.
-
-    Raises:
-        typer.BadParameter: there is no such device, or it has no kernels.
-    """
+    """The device that an option names, with an index for a GPU; without a name the best one. It must have kernels."""
     try:
         chosen = torch.device(name) if name else best_device()
     except RuntimeError as error:
@@ -51,13 +45,9 @@ def device_of(name: str) -> torch.device:
 
 
 def join_processes(device: torch.device) -> torch.device:
-    """This process's device, in the group of all processes of torchrun.
-
-    Raises:
-        typer.BadParameter: the process was not started by torchrun.
-    """
+    """This process's device, in the group of all processes of torchrun, which must have started this one."""
     if "RANK" not in os.environ:
-        raise typer.BadParameter(f"--suite distributed needs several processes; start it with `{UNDER_TORCHRUN}`")
+        raise typer.BadParameter("--suite distributed needs torchrun --nproc-per-node 2 before demos/benchmark")
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

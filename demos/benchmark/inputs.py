@@ -31,11 +31,6 @@ def rotation_count(input_bytes: int, cache_bytes: int, free_bytes: int) -> int:
     return min(wanted, affordable, _MAX_ROTATION)
 
 
-def fits_in_cache(input_bytes: int, cache_bytes: int) -> bool:
-    """Whether an input read over and over stays in the cache, with room for the results."""
-    return input_bytes <= 0.7 * cache_bytes
-
-
 def inputs_from_memory(case: Case, device: torch.device) -> list[Tensor]:
     """On a GPU as many inputs as it takes that each, in its turn, comes from memory; on a CPU one."""
     if device.type == "cpu" or case.depth or dist.is_initialized():

@@ -54,13 +54,7 @@ def train(case: Case, device: torch.device) -> Function:
 
 def step_of(case: Case, device: torch.device, logprobs: Any, is_loss: bool = False) -> Function:
     """A forward and a backward pass of the mean negative log-probability of a token a row: (loss, gradient of hidden states).
-
-    Args:
-        case: the shape.
-        device: where it runs.
-        logprobs: (hidden, weight, tokens) to the tokens' log-probabilities, or to the loss itself.
-        is_loss: to the loss.
-    """
+    `logprobs` makes log-probabilities of (hidden, weight, tokens), or with `is_loss` that mean."""
     weight, tokens = weight_of(case, device).detach().requires_grad_(), target_tokens(case, device)
 
     def step(given: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from .results import OURS, Record, grid, three_digits
+from .rivals import FLOORS
 
 # Okabe and Ito's palette: its colours differ for every kind of colour vision. A floor is a stroke.
 _MARKS = {
-    "read": ("|", "#444444"),
-    "copy": ("|", "#444444"),
-    "product": ("|", "#444444"),
-    "local": ("|", "#444444"),
+    **dict.fromkeys(FLOORS, ("|", "#444444")),
     OURS: ("o", "#D55E00"),
     "top-k alone": ("D", "#E69F00"),
     "torch": ("s", "#0072B2"),

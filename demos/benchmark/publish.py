@@ -46,28 +46,21 @@ def draw_pictures() -> None:
 
     from . import plot
 
-    folder, h100, h200 = (
-        ROOT / "demos" / "pictures",
-        *(read(ROOT / f"demos/results/{name}.csv") for name in ("h100", "h200")),
-    )
-    plot.plot([record for record in h100 if record.suite in ("decode", "beams", "routers")], folder / "benchmark.png")
-    decoding_report.save_plot(
-        folder / "decoding_latency.png", f"{h100[0].origin.machine}, bfloat16, random weights", h100
-    )
+    h100, h200 = (read(ROOT / f"demos/results/{name}.csv") for name in ("h100", "h200"))
+    folder, of_benchmark = ROOT / "demos/pictures", ("decode", "beams", "routers")
+    plot.plot([record for record in h100 if record.suite in of_benchmark], folder / "benchmark.png")
+    title = f"{h100[0].origin.machine}, bfloat16, random weights"
+    decoding_report.save_plot(folder / "decoding_latency.png", title, h100)
     ladder_report.draw([record for record in h200 if record.suite.startswith("ladder")], folder / "ladder.png")
 
 
 def published_again(document: Path) -> str:
-    """The document's text with the figures that the CSV files have now.
-
-    Raises:
-        ValueError: it names a case, a way or a suite that there is not.
-    """
+    """The document's text with the figures that the CSV files have now."""
     return filled(document.read_text(encoding="utf-8"), document.parent)
 
 
 def filled(text: str, folder: Path) -> str:
-    """The same for a text whose files lie relative to that folder."""
+    """The same for a text whose files lie relative to that folder. ValueError if it names a case, a way or a suite that there is not."""
     return "\n".join(_lines(iter(text.split("\n")), folder))
 
 

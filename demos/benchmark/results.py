@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 import subprocess
 from collections.abc import Iterable
 from datetime import datetime, timezone
@@ -117,24 +118,17 @@ def origin_on(device: torch.device) -> Origin:
         machine = torch.cuda.get_device_name(device)
         names |= {"cuda driver": "driver for CUDA", "nvrtc": "NVRTC"}
     said = ", ".join(f"{name} {versions[key]}" for key, name in names.items() if versions.get(key))
-    return Origin(machine, said, datetime.now(timezone.utc).date().isoformat(), git_commit() or "")
+    return Origin(machine, said, datetime.now(timezone.utc).date().isoformat(), git_commit())
 
 
-def git_commit() -> str | None:
-    """The commit that the package's source stands at, "+" for changes since, or None outside a checkout."""
+def git_commit() -> str:
+    """The commit that the package's source stands at, "+" for changes since; empty outside a checkout."""
     root = Path(fused_topk.__file__).resolve().parents[1]
     # An installed package may lie in a virtual environment inside some other project's checkout.
-    if not (root / ".git").exists():
-        return None
-    try:
-        commit = _git(root, "rev-parse", "--short=12", "HEAD")
-        return commit + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(root: Path, *command: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True).stdout.strip()
+    if not (root / ".git").exists() or not shutil.which("git"):
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def three_digits(number: float | None) -> str:

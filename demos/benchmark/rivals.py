@@ -25,7 +25,7 @@ from .timing import Function
 if TYPE_CHECKING:
     from .suites import Maker
 
-# Packages, by the beginning of a rival's name. Those of GPUs do not run on a CPU.
+# Packages, by the first word of a rival's name, and those that run on GPUs only.
 _PACKAGES = {"flashinfer": "flashinfer", "vllm": "vllm", "liger": "liger_kernel", "transformers": "transformers"}
 _GPU_ONLY = ("flashinfer", "vllm", "liger")
 FLOORS = ("read", "copy", "product", "local", "empty")
@@ -34,10 +34,11 @@ FLOORS = ("read", "copy", "product", "local", "empty")
 
 def unavailable(name: str, device: torch.device) -> str | None:
     """Why a rival cannot run there, or None."""
-    package = _PACKAGES.get(name.partition(" ")[0])
-    if package and package in map(_PACKAGES.get, _GPU_ONLY) and device.type != "cuda":
+    first = name.partition(" ")[0]
+    if first in _GPU_ONLY and device.type != "cuda":
         return "runs on GPUs only"
-    return f"{package} is not installed" if package and importlib.util.find_spec(package) is None else None
+    is_missing = first in _PACKAGES and importlib.util.find_spec(_PACKAGES[first]) is None
+    return f"{_PACKAGES[first]} is not installed" if is_missing else None
 
 
 def compiled(make: Maker) -> Maker:
@@ -99,9 +100,8 @@ def flashinfer_topk(is_as_ours: bool) -> Maker:
             # Indices alone, never sorted.
             lengths = lengths_of(case, device)
             begins = torch.zeros_like(lengths)
-            return lambda logits: flashinfer.top_k_ragged_transform(
-                logits, begins, lengths, case.k, deterministic=is_as_ours
-            )
+            ragged = flashinfer.top_k_ragged_transform
+            return lambda logits: ragged(logits, begins, lengths, case.k, deterministic=is_as_ours)
         return lambda logits: flashinfer.top_k(logits, case.k, sorted=is_as_ours, deterministic=is_as_ours)
 
     return maker

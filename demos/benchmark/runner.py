@@ -13,7 +13,7 @@ from torch import Tensor
 from . import rivals
 from .cases import Case
 from .devices import reader
-from .inputs import fits_in_cache, inputs_from_memory
+from .inputs import inputs_from_memory
 from .results import OURS, PREDICTED, Origin, Record
 from .suites import Suite
 from .timing import FULL, QUICK, Effort, Function, Timing, in_turns, sampler
@@ -89,15 +89,14 @@ def _measure(found: Found, suite: Suite, settings: Settings) -> None:
                 found.notes[name] = cause
     is_rotated = device.type == "cuda" and not case.depth and not dist.is_initialized()
     states = {"cold" if is_rotated else "time": inputs}
-    if is_rotated and not settings.quick:
-        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        if fits_in_cache(case.logit_bytes, cache_bytes):
-            states["hot"] = inputs[:1]
+    # An input read over and over stays in the cache, with room for the results.
+    room = 0.7 * torch.cuda.get_device_properties(device).L2_cache_size if is_rotated else 0
+    if case.logit_bytes <= room and not settings.quick:
+        states["hot"] = inputs[:1]
     of_data = "" if case.data == "normal" else f", {case.data}"
 
-    def record(
-        measure: str, way: str, unit: str, value: float, p10: float | None = None, p90: float | None = None
-    ) -> None:
+    def record(measure: str, way: str, unit: str, value: float, *spread: float) -> None:
+        p10, p90 = spread or (None, None)
         found.records.append(Record(found.suite, case.label, measure, way, value, unit, p10, p90, settings.origin))
 
     for state, rotated in states.items():
@@ -106,8 +105,8 @@ def _measure(found: Found, suite: Suite, settings: Settings) -> None:
             record(state + of_data, way, "µs", *time)
     record(next(iter(states)) + of_data, PREDICTED, "µs", suite.bytes(case) / settings.bandwidth)
     if device.type == "cuda" and case.depth:
-        for way, function in ways.items():
-            record("memory", way, "GB", scratch_bytes(function, inputs[0]) / 1e9)
+        for way in times:
+            record("memory", way, "GB", scratch_bytes(ways[way], inputs[0]) / 1e9)
 
 
 def time_ways(
@@ -128,8 +127,7 @@ def time_ways(
 def answer_error(suite: Suite, case: Case, function: Function, inputs: Sequence[Tensor]) -> str | None:
     """What is wrong with our answers on the first and the last input, or None."""
     for given in {id(x): x for x in (inputs[0], inputs[-1])}.values():
-        error = suite.error(case, given, function(given))
-        if error:
+        if error := suite.error(case, given, function(given)):
             return f"wrong answer: {error}"
     return None
 

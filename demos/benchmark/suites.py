@@ -91,7 +91,6 @@ SUITES = {
     # Shapes of a CPU.
     "cpu":           Suite(cases.CPU_TOPK,      ours.topk,       TOPK,           check.topk,     read,   "cpu"),
     "cpu softmax":   Suite(cases.CPU_SOFTMAX,   ours.softmax,    rivals.SOFTMAX, check.softmax,  copied, "cpu"),
-    "cpu routers":   Suite(cases.CPU_ROUTERS,   ours.route,      rivals.ROUTERS, check.routers,  routed, "cpu"),
     "cpu heads":     Suite(cases.CPU_HEADS,     ours.head,       rivals.HEADS,   check.heads,    head,   "cpu"),
 }
 # fmt: on

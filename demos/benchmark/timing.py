@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,8 +107,10 @@ def warm_up_gpu(seconds: float = 0.3) -> None:
 def _captured(run: Callable[[], None], once: Callable[[], object]) -> Callable[[], None]:
     """Replays the launches of `run`. `once` is a part of it, which compiles and sets up all that it needs."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
-    with _on_stream(stream):
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         once()
+    torch.cuda.current_stream().wait_stream(stream)
     try:
         # Of torch, and not of this package, because some functions draw. Other threads, such as NCCL's, may go on.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -135,12 +136,3 @@ def _gpu_us(run: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(1000.0 * start.elapsed_time(end))
-
-
-@contextmanager
-def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work on `stream`, ordered after what the current stream was given and before what it is given next."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
