@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every choice of kernel worth timing, for sweep.py: the one that the package makes comes first."""
+"""Every choice of kernel that could be made for some rows: the one that the package makes comes first."""
 
 from __future__ import annotations
 
