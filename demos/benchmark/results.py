@@ -105,7 +105,7 @@ def _record(row: dict[str, str]) -> Record:
 
 
 def _text(value: object) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else "" if value is None else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def origin_on(device: torch.device) -> Origin:
