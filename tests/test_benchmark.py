@@ -450,6 +450,13 @@ def test_of_a_shape_in_two_suites_the_first_time_counts():
     assert {way: r.value for way, r in both["4 x 500 fp32 k=5", "time"].items()} == {OURS: 1.0, "torch": 3.0}
 
 
+def test_a_suite_of_a_run_takes_the_place_of_the_old_one():
+    old = [record(1.0, measure="cold"), record(2.0, suite="draws")]
+    run = [record(3.0, measure="cold"), record(4.0, measure="hot"), record(5.0, measure="cold", way=PREDICTED)]
+    new = record(6.0, suite="beams", measure="hot")
+    assert results.merged(old, [*run, new]) == [old[1], run[0], new]
+
+
 def test_losses_are_those_to_rivals():
     ways = {OURS: 5.0, "torch": 4.0, "read": 1.0, PREDICTED: 1.0, "top-k alone": 2.0, "flashinfer": 6.0}
     found = report.losses([record(value, way=way) for way, value in ways.items()])

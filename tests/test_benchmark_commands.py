@@ -137,6 +137,11 @@ def test_publish_writes_what_is_published(monkeypatch, tmp_path):
     monkeypatch.setattr(publish, "DOCUMENTS", [document])
     monkeypatch.setattr(publish, "draw_pictures", lambda: drawn.append(True))
     monkeypatch.setattr(publish, "published_again", lambda path: f"of {path.name}")
-    result = invoke("publish")
+    origin = results.Origin("a CPU", "torch 2.13", "2026-11-28", "")
+    run, file = tmp_path / "run.csv", tmp_path / "cpu.csv"
+    results.write(run, [results.Record("k", "4 x 5", "time", "fused_topk", 1.5, "µs", None, None, origin)])
+    assert invoke("publish", run).exit_code == 2 and not drawn
+    result = invoke("publish", run, file)
     assert result.exit_code == 0, result.output
     assert document.read_text() == "of page.md" and drawn
+    assert results.read(file) == results.read(run)

@@ -16,7 +16,7 @@ from rich.console import Console
 from . import report, results
 from .cases import Case
 from .devices import device_of, join_processes
-from .results import OURS, origin_on, three_digits
+from .results import origin_on, three_digits
 from .runner import Found, Settings, bandwidth_of, run
 from .suites import SUITES, Suite
 from .timing import warm_up_gpu
@@ -69,7 +69,8 @@ def bench(
     for each in run(cases, settings):
         found.append(each)
         if is_first:
-            typer.echo(_line(each), err=True)
+            said = each.failure or f"{three_digits(each.records[0].value)} µs"
+            typer.echo(f"{each.suite}: {each.case.label}: {said}", err=True)
     if is_first:
         _show(found, older, csv, plot)
     if dist.is_initialized():
@@ -79,10 +80,20 @@ def bench(
 
 
 @app.command()
-def publish() -> None:
-    """Write the figures of all documents, and draw the pictures of the demos, again from the CSV files of demos/results."""
+def publish(
+    run: Annotated[Path | None, typer.Argument(help="What `bench` or a demo wrote with --csv.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="That of its machine in demos/results.")] = None,
+) -> None:
+    """Write the figures of all documents, and draw the pictures of the demos, again from the CSV files of demos/results.
+
+    With a RUN, its suites first take the place of those in FILE.
+    """
     from .publish import DOCUMENTS, draw_pictures, published_again
 
+    if (run is None) != (file is None):
+        raise typer.BadParameter("RUN needs a FILE of demos/results behind it")
+    if run and file:
+        results.write(file, results.merged(results.read(file) if file.exists() else [], results.read(run)))
     draw_pictures()
     for path in DOCUMENTS:
         path.write_text(published_again(path), encoding="utf-8")
@@ -116,11 +127,6 @@ def _names(text: str, known: Collection[str], option: str) -> list[str]:
         if name not in known:
             raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {name!r}")
     return names
-
-
-def _line(found: Found) -> str:
-    ours = next((record for record in found.records if record.way == OURS), None)
-    return f"{found.suite}: {found.case.label}: {found.failure or f'{three_digits(ours and ours.value)} µs'}"
 
 
 def _show(found: list[Found], older: list[results.Record] | None, csv: Path | None, plot: Path | None) -> None:

@@ -94,8 +94,7 @@ def lengths_of(case: Case, device: torch.device) -> Tensor:
 def beam_scores(case: Case, device: torch.device) -> Tensor:
     """Scores (texts, beams) of beams that are some tokens long."""
     generator = torch.Generator().manual_seed(case.rows * 1000 + case.beams)
-    scores = torch.rand((case.rows, case.beams), generator=generator) * -10.0
-    return scores.to(device)
+    return (torch.rand((case.rows, case.beams), generator=generator) * -10.0).to(device)
 
 
 def router_settings(case: Case, device: torch.device) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
@@ -21,44 +21,25 @@ PREDICTED = "predicted"
 
 
 class Origin(NamedTuple):
-    """Where, when and of which source something was measured.
+    """Where, when and of which source something was measured."""
 
-    Attributes:
-        machine: the GPU, or the CPU and the number of threads.
-        versions: of torch, transformers, Python and, for a GPU, of its driver and NVRTC.
-        date: as 2026-11-28.
-        commit: that the source stands at, "+" for changes since; empty outside a checkout.
-    """
-
-    machine: str
-    versions: str
-    date: str
-    commit: str
+    machine: str  # the GPU, or the CPU and the number of threads
+    versions: str  # of torch, transformers, Python and, for a GPU, of its driver and NVRTC
+    date: str  # as 2026-11-28
+    commit: str  # that the source stands at, "+" for changes since; empty outside a checkout
 
 
 class Record(NamedTuple):
-    """One number.
+    """One number."""
 
-    Attributes:
-        suite: a suite of the benchmark, or what a demo calls its own.
-        case: the shape.
-        measure: which number of that shape: "cold" and "hot" are times with inputs from memory and from the cache.
-        way: who took it: "fused_topk", a rival, a floor.
-        value: the median.
-        unit: as µs, ms, GB.
-        p10: a tenth of the samples lie below; None where it is not known.
-        p90: a tenth of the samples lie above.
-        origin: where it was measured.
-    """
-
-    suite: str
-    case: str
-    measure: str
-    way: str
-    value: float
-    unit: str
-    p10: float | None
-    p90: float | None
+    suite: str  # of the benchmark, or what a demo calls its own
+    case: str  # the shape
+    measure: str  # which number of that shape: "cold" and "hot" are times with inputs from memory and from the cache
+    way: str  # who took it: "fused_topk", a rival, a floor
+    value: float  # the median
+    unit: str  # as µs, ms, GB
+    p10: float | None  # a tenth of the samples lie below; None where it is not known
+    p90: float | None  # a tenth lie above
     origin: Origin
 
 
@@ -96,6 +77,14 @@ def grid(records: Iterable[Record]) -> dict[tuple[str, str], dict[str, Record]]:
     for record in records:
         found.setdefault((record.case, record.measure), {}).setdefault(record.way, record)
     return found
+
+
+def merged(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
+    """The old records, but for suites that the new ones have. Of these the measures that a suite had, and no predictions."""
+    measures, suites = {record[0:3:2] for record in old}, {record.suite for record in new}
+    known = {suite for suite, _ in measures}
+    kept = [r for r in new if r.way != PREDICTED and ((r.suite, r.measure) in measures or r.suite not in known)]
+    return [*(record for record in old if record.suite not in suites), *kept]
 
 
 def _record(row: dict[str, str]) -> Record:
