@@ -27,8 +27,6 @@ maximum_signature_line_length = 88
 napoleon_custom_sections = ["Contract"]
 # The default role: what docstrings set between single backquotes is code, as in Markdown.
 default_role = "code"
-# A document that shows figures may begin with those of a suite, two levels below its title.
-suppress_warnings = ["myst.header"]
 nitpicky = True
 nitpick_ignore_regex = [
     # Types of other projects, whose pages would have to be fetched to check links to them.
