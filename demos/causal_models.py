@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
 
 # As published. Position scaling is left out: it changes no shape.
-_LLAMA = {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+_LLAMA = {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768}
 _SMALL = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
 LLAMA_1B = LlamaConfig(**_LLAMA, **_SMALL)
 LLAMA_8B = LlamaConfig(**_LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
@@ -69,10 +69,12 @@ _SAMPLED = {"do_sample": True, "top_k": 50, "top_p": 0.95}
 SHAPES = {
     "llama-1b-8-greedy-prompt-512": Shape(LLAMA_1B, 8, 1, 64, 512),
     "llama-1b-8-sampled-prompt-512": Shape(LLAMA_1B, 8, 1, 64, 512, _SAMPLED),
+    "llama-1b-1-greedy-prompt-16384": Shape(LLAMA_1B, 1, 1, 64, 16384),
     "llama-1b-1x4-prompt-512": Shape(LLAMA_1B, 1, 4, 64, 512),
     "llama-1b-8x4-prompt-512": Shape(LLAMA_1B, 8, 4, 64, 512),
     "llama-1b-8x4-prompt-2048": Shape(LLAMA_1B, 8, 4, 128, 2048),
     "llama-1b-32x8": Shape(LLAMA_1B, 32, 8),
+    "llama-8b-1-greedy-prompt-512": Shape(LLAMA_8B, 1, 1, 64, 512),
     "llama-8b-8-greedy-prompt-512": Shape(LLAMA_8B, 8, 1, 64, 512),
     "llama-8b-8x4-prompt-512": Shape(LLAMA_8B, 8, 4, 64, 512),
     "nllb-600m-16x5": Shape(NLLB_600M, 16, 5),
