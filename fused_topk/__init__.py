@@ -3,9 +3,9 @@
 
 from . import functional
 from .functional import *  # noqa: F403 - the public functions, which functional/__init__.py lists
-from .problem import Kept, RouterTopK, Sample, TargetTopK, TopK, TopKState
+from .problem import Kept, RouterTopK, Sample, TargetTopK, TopK, TopKLogits, TopKState
 
 __version__ = "0.1.0"
 
-__all__ = ["Kept", "RouterTopK", "Sample", "TargetTopK", "TopK", "TopKState", "__version__"]
+__all__ = ["Kept", "RouterTopK", "Sample", "TargetTopK", "TopK", "TopKLogits", "TopKState", "__version__"]
 __all__ += functional.__all__

@@ -64,6 +64,12 @@ class TopkResult(NamedTuple):
 
 def row_result(logits: Tensor, k: int, values: str) -> TopkResult:
     """The shapes and dtypes for the k best of each row."""
+    result = merge_result(logits, k, values)
+    return result._replace(logsumexp=((0,), result.logsumexp[1])) if values == "logits" else result
+
+
+def merge_result(logits: Tensor, k: int, values: str) -> TopkResult:
+    """Likewise of a merge of rows like these, which has a logsumexp whatever the values are."""
     rows, dtype = tuple(logits.shape[:-1]), result_dtype(logits.dtype)
     if values == "state":
         return TopkResult.of((*rows, k), logits.dtype, (2, *rows), dtype)
@@ -180,7 +186,7 @@ def plan_of_merge(problem: MergeProblem, backend: str | None) -> MergePlan:
 def merge_plan(device: torch.device, backend: str | None, *fields: Any) -> MergePlan:
     """fields: those of MergeProblem.flat(), with layouts in place of tensors."""
     problem = MergeProblem.of(*(x.meta() if isinstance(x, Like) else x for x in fields))
-    result = row_result(problem.logits.select(0, 0), problem.k, problem.values)
+    result = merge_result(problem.logits.select(0, 0), problem.k, problem.values)
     chosen = backends.pick(device, problem.logits.dtype, 1, backend)
     if problem.logits.numel() == 0:
         return MergePlan(result, lambda problem, out: None)

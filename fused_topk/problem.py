@@ -15,11 +15,11 @@ from .scale import Scale
 
 
 class TopK(NamedTuple):
-    """The result of every function of top-k.
+    """The result of every function of top-k but :func:`topk` and its kin.
 
     Attributes:
-        values: float32 probabilities, log-probabilities or scores, greatest first, shape (..., k). For :func:`topk` the
-            logits themselves, bit for bit, in their own dtype.
+        values: float32 probabilities, log-probabilities or scores, greatest first, shape (..., k). For
+            `merge_topk(kind="logits")` the logits themselves, bit for bit, in their own dtype.
         indices: int64 positions along the vocabulary, shape (..., k).
         logsumexp: float32 log of the sum of the exponentials of the (temperature-scaled) logits, shape (...).
     """
@@ -27,6 +27,18 @@ class TopK(NamedTuple):
     values: Tensor
     indices: Tensor
     logsumexp: Tensor
+
+
+class TopKLogits(NamedTuple):
+    """The result of :func:`topk` and :func:`linear_topk`, as `torch.topk` has it.
+
+    Attributes:
+        values: the greatest logits themselves, bit for bit, in their own dtype, greatest first, shape (..., k).
+        indices: int64 positions along the vocabulary, shape (..., k).
+    """
+
+    values: Tensor
+    indices: Tensor
 
 
 class TopKState(NamedTuple):
@@ -72,7 +84,7 @@ class TopkProblem(NamedTuple):
     rows: LogitRows
     k: int  # 1 <= k <= V
     # "softmax", "log_softmax", "logits" or "state": logits, and m and d in a first dimension of 2 in place of the logsumexp.
-    # For "logits" the temperature is 1 and `normalize` is "allowed": topk() has no such arguments.
+    # For "logits" the logsumexp is empty, the temperature is 1 and `normalize` is "allowed": topk() has none of them.
     values: str
     normalize: str  # "allowed", "all" or "topk"
 

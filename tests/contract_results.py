@@ -125,7 +125,7 @@ def exact(name: str, given: dict[str, Any]) -> list[Tensor]:
         is_of_k = given.get("normalize") == "topk"
         values = best / t - ((best / t).logsumexp(-1, keepdim=True) if is_of_k else logsumexp.unsqueeze(-1))
         values = values.exp() if kind.startswith("softmax") else values
-    found = [values, indices, logsumexp]
+    found = [values, indices] if name.removeprefix("linear_") == "topk" else [values, indices, logsumexp]
     if given.get("targets") is not None:
         found += _of_targets(given["targets"], counted, log_probs, given.get("target_ties"))
     return found

@@ -38,6 +38,7 @@ def empty(entry: str, logits: torch.Tensor, k: int) -> TopK:
 
 def run(entry: str, logits: torch.Tensor, k: int, instruction_set: str, **settings) -> TopK:
     out = empty(entry, logits, k)
+    out.logsumexp.zero_()  # of topk() it is not written
     start(native_cpu, problem_of(entry, logits, k, **settings), out, instruction_set=instruction_set)
     return out
 
@@ -336,5 +337,5 @@ def test_cpu_plan_serves_masks_and_temperatures_at_any_address(cpu, entry, monke
         want = getattr(fused_topk, entry)(logits, 5, backend="reference", **settings)
         got = cpu(entry, logits, 5, **settings)
         assert torch.equal(got.indices, want.indices)
-        torch.testing.assert_close((got.values, got.logsumexp), (want.values, want.logsumexp))
+        torch.testing.assert_close(got[::2], want[::2])
     assert counting.made == 1

@@ -133,7 +133,6 @@ def test_empty_and_single_rows(backend):
         "topk", torch.tensor([NAN, 1.0], device=backend.device), 2, lengths=torch.tensor(0, device=backend.device)
     )
     assert got.indices.tolist() == [0, 1] and got.values.tolist() == [-torch.inf, -torch.inf]
-    assert got.logsumexp.item() == -torch.inf
 
 
 def hidden_by_torch(logits: Tensor, lengths: Tensor) -> Tensor:

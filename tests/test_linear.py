@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_topk
-from fused_topk import TargetTopK, TopK
+from fused_topk import TargetTopK, TopK, TopKLogits
 from fused_topk.backends import cpu as native_cpu
 from fused_topk.backends import cuda, cuda_pieces
 from fused_topk.layout import linear_pieces as layout
@@ -44,11 +44,18 @@ SHAPES = [
 def check(call, entry: str, hidden: Tensor, weight: Tensor, k: int, bias: Tensor | None = None, **settings) -> TopK:
     """Compares with the oracle of the exact logits."""
     logits = exact_logits(hidden, weight, bias)
-    targets = settings.pop("targets", None)
-    got = call(entry, hidden, weight, k, bias, targets=targets, **settings)
+    targets = settings.get("targets")
+    got = call(entry, hidden, weight, k, bias, **settings)
+    settings.pop("targets", None)
     want = expected(ENTRIES[entry], logits, k, **settings)
-    assert isinstance(got, TopK if targets is None else TargetTopK)
-    assert_topk(TopK(*got[:3]), want, logits, ENTRIES[entry], temperature=settings.get("temperature"))
+    assert isinstance(got, TopKLogits if entry == "linear_topk" else TopK if targets is None else TargetTopK)
+    assert_topk(
+        got if targets is None else TopK(*got[:3]),
+        want,
+        logits,
+        ENTRIES[entry],
+        temperature=settings.get("temperature"),
+    )
     if targets is not None:
         check_targets(got, logits, targets, **settings)
     return got
@@ -110,7 +117,7 @@ def test_linear_in_pieces(monkeypatch, call, dtype, normalize, mask_kind, tokens
             found = fused_topk.linear_softmax_topk(hidden, weight, k, bias, targets=targets, **settings)
             assert torch.equal(found.target_ranks, both.target_ranks)
         if normalize == "allowed":
-            check(call, "linear_topk", hidden, weight, k, bias, mask=mask, targets=targets)
+            check(call, "linear_topk", hidden, weight, k, bias, mask=mask)
 
 
 @pytest.mark.sanitize
@@ -260,7 +267,7 @@ def test_linear_layouts(backend, dtype):
         assert_same(backend("linear_topk", hidden, other, 9, wide_bias[:, 0]), whole)
     for view in (hidden[:, :-1], hidden.transpose(0, 1), hidden[:1].expand(4, 6, 24), hidden[..., ::2].repeat(1, 1, 2)):
         check(backend, "linear_topk", view, weight, 9, bias)
-    assert_same(backend("linear_topk", hidden[1, 2], weight, 9, bias), TopK(*(x[1, 2] for x in whole)))
+    assert_same(backend("linear_topk", hidden[1, 2], weight, 9, bias), TopKLogits(*(x[1, 2] for x in whole)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -449,7 +456,7 @@ def test_linear_choice_of_the_native_kernel(monkeypatch, cpu):
     ):
         hidden, weight, _ = exact_head(rows, depth, 1500, ALL_DTYPES[dtype])
         fused_topk.linear_topk(hidden, weight, k)
-    fused_topk.linear_topk(hidden.float(), weight.float(), 8, targets=torch.zeros(3, dtype=torch.int64))
+    fused_topk.linear_softmax_topk(hidden.float(), weight.float(), 8, targets=torch.zeros(3, dtype=torch.int64))
     fused_topk.linear_topk(hidden.float(), weight.float().T.contiguous().T, 8)
     assert taken == [32, 24, 31]
 

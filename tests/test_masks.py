@@ -110,9 +110,9 @@ def test_row_topk_mask_with_nothing_allowed(backend, entry, form):
         mask[:, -1] = -(2 ** (vocab_size % 32))
     got = backend(entry, logits, k, mask=mask)
     assert got.indices.tolist() == [list(range(k))] * 2
-    assert (got.logsumexp == -INF).all()
     assert (got.values == -INF).all() if entry == "topk" else got.values.isnan().all()
     if entry != "topk":
+        assert (got.logsumexp == -INF).all()
         got = backend(entry, logits, k, mask=mask, normalize="all")
         assert (got.values == (0 if entry == "softmax_topk" else -INF)).all()
         torch.testing.assert_close(got.logsumexp, logits.logsumexp(-1))

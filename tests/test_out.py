@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk import TopK
+from fused_topk import TopK, TopKLogits
 from fused_topk.functional import out as out_check
 from fused_topk.functional import row_topk
 from oracle import DTYPES, assert_same, assert_topk, expected
@@ -29,16 +29,18 @@ def guarded(*shape: int, dtype: torch.dtype, device: str, shift: int = 0) -> tup
     return buffer[GUARD + shift : GUARD + shift + size].view(shape), buffer
 
 
-def guarded_out(entry: str, logits: Tensor, k: int, shift: int = 0) -> tuple[TopK, tuple[Tensor, ...]]:
+def guarded_out(entry: str, logits: Tensor, k: int, shift: int = 0) -> tuple[TopK | TopKLogits, tuple[Tensor, ...]]:
     floating = torch.float64 if logits.dtype == torch.float64 else torch.float32
     of_values = logits.dtype if entry == "topk" else floating
     lead = logits.shape[:-1]
-    shapes = ((*lead, k), of_values), ((*lead, k), torch.int64), (lead, floating)
+    shapes = [((*lead, k), of_values), ((*lead, k), torch.int64), (lead, floating)]
+    kind = TopKLogits if entry == "topk" else TopK
+    shapes = shapes[: len(kind._fields)]
     fields, buffers = zip(*(guarded(*s, dtype=d, device=str(logits.device), shift=shift) for s, d in shapes))
-    return TopK(*fields), buffers
+    return kind(*fields), buffers
 
 
-def assert_guards_intact(out: TopK, buffers: tuple[Tensor, ...]) -> None:
+def assert_guards_intact(out: TopK | TopKLogits, buffers: tuple[Tensor, ...]) -> None:
     for name, field, buffer in zip(TopK._fields, out, buffers):
         around = buffer.clone()
         start = field.storage_offset()
@@ -161,14 +163,14 @@ def test_row_topk_out_in_every_layout(backend, entry, indices):
     """Each field in each layout, whatever those of the others. Gaps stay as they are."""
     logits = random_logits(2, 3, 500, device=backend.device)
     want = backend(entry, logits, 4)
-    for names in itertools.product(OUT_LAYOUTS, repeat=3):
+    for names in itertools.product(OUT_LAYOUTS, repeat=len(want)):
         fields, buffers = [], []
-        for name, field in zip(names, (want.values, want.indices.to(indices), want.logsumexp), strict=True):
+        for name, field in zip(names, want._replace(indices=want.indices.to(indices)), strict=True):
             shape_of, view = OUT_LAYOUTS[name]
             buffers.append(torch.full(shape_of(field.shape), SENTINEL, dtype=field.dtype, device=field.device))
             fields.append(view(buffers[-1]))
         for _ in range(2):
-            got = backend(entry, logits, 4, out=TopK(*fields))
+            got = backend(entry, logits, 4, out=type(want)(*fields))
             assert all(x is y for x, y in zip(got, fields, strict=True))
             for name, field, expected_field in zip(names, fields, want, strict=True):
                 assert torch.equal(field.to(expected_field.dtype), expected_field), f"{names}: {name}"
@@ -195,7 +197,8 @@ def test_row_topk_out_with_int32_indices(backend, entry):
     """As expert routers store them."""
     logits = random_logits(5, 64, device=backend.device)
     want = backend(entry, logits, 8)
-    out = TopK(want.values.clone(), torch.full_like(want.indices, SENTINEL, dtype=torch.int32), want.logsumexp.clone())
+    out = want._replace(indices=torch.full_like(want.indices, SENTINEL, dtype=torch.int32))
+    out = type(want)(*(x.clone() for x in out))
     got = backend(entry, logits, 8, out=out)
     assert got.indices is out.indices and out.indices.dtype == torch.int32
     assert_same(out._replace(indices=out.indices.long()), want)

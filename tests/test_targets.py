@@ -15,9 +15,10 @@ from fused_topk.backends import cpu as native_cpu
 from fused_topk.backends import reference
 from fused_topk.problem import RankProblem
 from fused_topk.rows import LogitRows
-from oracle import DTYPES, VALUES_OF, assert_same
+from oracle import DTYPES, assert_same
 from rows import NAN, adversarial_rows, packed, random_logits, random_mask
 
+ENTRIES = ("softmax_topk", "log_softmax_topk")
 ALL_DTYPES = {**DTYPES, "fp64": torch.float64}
 
 
@@ -77,16 +78,14 @@ def test_against_float64(backend, dtype, normalize, hides):
     if dtype == "fp64" and backend.name != "reference":
         pytest.skip("of the reference alone")
     device = backend.device
-    for entry, vocab_size in (*((entry, 33) for entry in VALUES_OF), ("log_softmax_topk", 4100)):
+    for entry, vocab_size in (*((entry, 33) for entry in ENTRIES), ("log_softmax_topk", 4100)):
         # Rounded: with ties.
         logits = (random_logits(3, 5, vocab_size, dtype=ALL_DTYPES[dtype], device=device) * 4).round() / 4
         targets = random_targets(3, 5, vocab_size=vocab_size).to(device)
         mask = random_mask(3, 5, vocab_size, device=device, share=0.5) if hides in ("mask", "packed", "both") else None
         lengths = torch.arange(15, device=device).view(3, 5) * (vocab_size // 15) + 1 if hides in ("lengths", "both") else None  # fmt: skip
-        settings: dict = {"mask": mask, "lengths": lengths}
-        if entry != "topk":
-            temperature = torch.linspace(0.5, 2.0, 15, dtype=torch.float64, device=device).view(3, 5).to(logits.dtype)
-            settings |= {"normalize": normalize, "temperature": temperature.float()}
+        temperature = torch.linspace(0.5, 2.0, 15, dtype=torch.float64, device=device).view(3, 5).to(logits.dtype)
+        settings = {"mask": mask, "lengths": lengths, "normalize": normalize, "temperature": temperature.float()}
         given = {**settings, "mask": packed(mask) if hides == "packed" else mask}
         for ties in ("index", "last"):
             got = backend(entry, logits, 7, targets=targets, target_ties=ties, **given)
@@ -149,7 +148,7 @@ def test_rows_without_probabilities(backend):
     x = torch.zeros(4, 9)
     x[0, 3], x[1, 3], x[2] = NAN, torch.inf, -torch.inf
     targets = torch.tensor([1, 3, 5, -1])
-    for entry in VALUES_OF:
+    for entry in ENTRIES:
         got = backend(entry, x.to(backend.device), 2, targets=targets.to(backend.device))
         assert got.target_logprobs.isnan().all()
         assert got.target_ranks.tolist() == [3, 1, 6, 0]
@@ -171,7 +170,7 @@ def test_rows_in_which_nothing_is_allowed(backend):
 def test_a_common_offset_costs_nothing(backend):
     logits = random_logits(4, 5000, device=backend.device).double().add(2.0**13).float()
     targets = random_targets(4, vocab_size=5000).to(backend.device)
-    for entry in VALUES_OF:
+    for entry in ENTRIES:
         assert_targets(backend(entry, logits, 3, targets=targets), logits, targets)
 
 
@@ -198,13 +197,13 @@ def test_few_rows(backend, shape):
     assert got.target_logprobs.shape == got.target_ranks.shape == torch.Size(shape)
 
 
-@pytest.mark.parametrize("entry", VALUES_OF)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
 def test_gradcheck(entry, normalize):
     logits = random_logits(3, 9, dtype=torch.float64).requires_grad_()
     mask = torch.ones(3, 9, dtype=torch.bool)
     mask[:, 2] = mask[1, 5] = False
-    settings = {} if entry == "topk" else {"normalize": normalize, "temperature": 0.7}
+    settings = {"normalize": normalize, "temperature": 0.7}
     for targets in (torch.tensor([4, 1, 8]), torch.tensor([[4, 1], [3, 3], [8, 0]])):
 
         def logprobs(x, targets=targets):
@@ -223,7 +222,7 @@ def test_a_constant_has_no_gradient():
     assert (logits.grad == 0).all()
 
 
-@pytest.mark.parametrize("entry", ["log_softmax_topk", pytest.param("topk", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("entry", ["log_softmax_topk", pytest.param("softmax_topk", marks=pytest.mark.exhaustive)])
 def test_compiled(backend, entry):
     torch._dynamo.reset()
     logits, targets = random_logits(3, 40, device=backend.device), torch.tensor([3, -1, 39], device=backend.device)
@@ -256,15 +255,15 @@ def test_meta_tensors():
 
 
 def test_out_and_targets_exclude_each_other():
-    out = tuple(fused_topk.topk(random_logits(2, 9), 2))
-    for entry in VALUES_OF:
+    out = tuple(fused_topk.softmax_topk(random_logits(2, 9), 2))
+    for entry in ENTRIES:
         with pytest.raises(ValueError, match="`out` must be None where `targets` are given"):
             getattr(fused_topk, entry)(random_logits(2, 9), 2, targets=torch.tensor([1, 2]), out=out)
 
 
 @pytest.mark.parametrize(("ties", "error"), [("first", ValueError), (None, TypeError), (1, TypeError)])
 def test_ties_are_checked_without_targets_too(ties, error):
-    for entry in VALUES_OF:
+    for entry in ENTRIES:
         with pytest.raises(error, match="`target_ties` must be"):
             getattr(fused_topk, entry)(random_logits(2, 9), 2, target_ties=ties)
         got = getattr(fused_topk, entry)(random_logits(2, 9, seed=3), 2, target_ties="last")

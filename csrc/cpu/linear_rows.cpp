@@ -139,13 +139,19 @@ struct LinearSolver {
     }
   }
 
-  // Adds the logits x [n] of tokens begin .. begin + n to the row's candidates. Returns their normalizer.
+  bool has_normalizer() const { return problem.state || problem.value_kind != ValueKind::kLogits; }
+
+  // Adds the logits x [n] of tokens begin .. begin + n to the row's candidates. Returns their normalizer if one is wanted.
   BlockNormalizer fold(u32 row, u32 begin, u32 n, float* x, const void* next, Selection& selection) const {
     const VectorKernels& kernels = *problem.kernels;
     const char* const mask = mask_of(problem, row);
     const bool mask_later = mask && problem.normalize_over == NormalizeOver::kAll;
     if (mask && !mask_later) apply_mask(problem, mask, begin, n, x);
     float greatest = kernels.maximum(x, n);
+    if (!has_normalizer()) {
+      selection.add_block(x, n, begin, greatest, kernels.has_nan(x, n));
+      return {};
+    }
     Exponential exponential = temperatures[row].exponential;
     exponential.reference = reference_point(greatest);
     const double d = kernels.sum_exp(x, n, exponential, next, sizeof(float));
@@ -169,8 +175,6 @@ struct LinearSolver {
   }
 
   void write(u32 row, const u64* best, const BlockNormalizer& sum) const {
-    const FinishedRow finished(sum, temperatures[row].inverse);
-    problem.logsumexp[row] = finished.logsumexp();
     if (problem.state) {
       problem.state[2 * row] = sum.m;
       problem.state[2 * row + 1] = float(sum.d);
@@ -179,6 +183,8 @@ struct LinearSolver {
     if (problem.value_kind == ValueKind::kLogits) {
       write_logits(row, best);
     } else {
+      const FinishedRow finished(sum, temperatures[row].inverse);
+      problem.logsumexp[row] = finished.logsumexp();
       write_values(problem, finished, best, k, static_cast<float*>(problem.values) + size_t(row) * k);
     }
   }

@@ -14,7 +14,7 @@ struct Problem : LogitRows {
 
   void* values;      // [sizes..., k] float, or dtype for kLogits and kState; [batch, k] with beams
   i64* indices;      // like values
-  float* logsumexp;  // [sizes...]; [2, sizes...] for kState: m, d
+  float* logsumexp;  // [sizes...]; [2, sizes...] for kState: m, d; not written for kLogits
 
   const float* beam_scores;  // nullable; [batch, beams] where sizes = {batch, beams}
   i64 beam_scores_strides[2];

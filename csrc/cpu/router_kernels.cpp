@@ -195,7 +195,6 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
   const u32 n = rows.n, k = rows.k;
   const Temperatures& t = rows.temperatures;
   i64* const indices = rows.indices + u64(first) * k;
-  float* const logsumexp = rows.logsumexp + first;
   alignas(64) Keys keys[kMostExperts];
   alignas(64) float few_columns[kFewColumns][kGroup];
   for (u32 i = 0; i < n; i += 8) {
@@ -209,6 +208,7 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
   for (u32 r = 0; r < count; ++r) {
     for (u32 i = 0; i < k; ++i) indices[r * k + i] = chosen.indices[i][r];
   }
+  if (rows.value_kind == ValueKind::kLogits) return;
 
   const Group group =
       n <= kFewColumns ? normalize_columns(rows, first, few_columns) : normalize_rows(rows, x, first, count);
@@ -224,11 +224,11 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
   float of_rows[kGroup];
   const RowFloats rounded = narrow(whole);
   __builtin_memcpy(of_rows, &rounded, sizeof of_rows);
+  float* const logsumexp = rows.logsumexp + first;
   for (u32 r = 0; r < count; ++r) {
     const bool is_finite = group.d[r] >= 1.0;
     logsumexp[r] = is_finite ? of_rows[r] : holds_nan(x[r], n) ? kNaN : float(scaled[r]);
   }
-  if (rows.value_kind == ValueKind::kLogits) return;
 
   alignas(64) float terms[kMostChosen][kGroup];
   RowDoubles z[kMostChosen];

@@ -7,7 +7,7 @@
 
 namespace fused_topk::cpu {
 
-// kState: logits, and (m, d) of the row in place of its logsumexp.
+// kLogits: without the row's normalizer. kState: logits, and (m, d) of the row in place of its logsumexp.
 enum class ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2, kState = 3 };
 // What the probabilities are relative to: the allowed tokens, the whole row, or the k chosen.
 enum class NormalizeOver : u32 { kAllowed = 0, kAll = 1, kTopK = 2 };
@@ -27,7 +27,7 @@ struct RouterRows {
 
   float* values;     // [rows, k]; not written for kLogits
   i64* indices;      // [rows, k]
-  float* logsumexp;  // [rows]
+  float* logsumexp;  // [rows]; like values
 };
 
 struct RouterKernels {

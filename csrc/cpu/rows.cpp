@@ -139,7 +139,8 @@ struct Solver {
     for_each_temperature(p, temperature, first, count, [&](u32 begin, u32 some, const Temperatures& t) {
       const u64 row = first + begin;
       p.kernels->router->route({x + u64(begin) * p.vocab_size, some, p.vocab_size, k, t, p.value_kind, p.normalize_over,
-                                are_logits ? nullptr : values + row * k, indices + row * k, p.logsumexp + row});
+                                are_logits ? nullptr : values + row * k, indices + row * k,
+                                are_logits ? nullptr : p.logsumexp + row});
     });
     if (are_logits) copy_logits(first, count, x);
   }
@@ -198,6 +199,10 @@ struct Solver {
       const u32 n = reader.elements_of(block);
       const float* const x = reader.load(block, workspace.buffer, !hides_later);
       float greatest = kernels.maximum(x, n);
+      if (problem.value_kind == ValueKind::kLogits) {
+        workspace.selection.add_block(x, n, block * kBlock, greatest, kernels.has_nan(x, n));
+        continue;
+      }
       exponential.reference = reference_point(greatest);
       const double d = kernels.sum_exp(x, n, exponential, reader.behind(block), reader.item_size());
       const BlockNormalizer normalizer = *block_normalizers++ = normalizer_of(kernels, x, n, greatest, d);
@@ -211,8 +216,12 @@ struct Solver {
 
   // The results of a row whose candidates are in the workspace's selection.
   void finish_row(const Row& row, const BlockNormalizer* block_normalizers, Workspace& workspace) {
-    const BlockNormalizer sum = merged(block_normalizers, row.reader.blocks(), row.temperature.inverse);
     const u64* best = workspace.selection.sorted();
+    if (problem.value_kind == ValueKind::kLogits) {
+      write_logits(row, best);
+      return;
+    }
+    const BlockNormalizer sum = merged(block_normalizers, row.reader.blocks(), row.temperature.inverse);
     if (problem.value_kind == ValueKind::kState) {
       problem.logsumexp[row.number] = sum.m;
       problem.logsumexp[rows + row.number] = float(sum.d);
@@ -222,9 +231,7 @@ struct Solver {
     const FinishedRow finished(sum, row.temperature.inverse);
     problem.logsumexp[row.number] = finished.logsumexp();
 
-    if (problem.value_kind == ValueKind::kLogits) {
-      write_logits(row, best);
-    } else if (!problem.beam_scores) {
+    if (!problem.beam_scores) {
       write_indices(best, k, problem.indices + row.number * k);
       write_values(problem, finished, best, k, static_cast<float*>(problem.values) + row.number * k);
     } else {

@@ -72,6 +72,9 @@ def prepare_topk(
             copied = _copied(problem.rows.at(rows))
             of_copy(copied.layout())(copied, out, beam_scores)
             return
+        if problem.values == "logits" and not out.logsumexp.numel():
+            # The kernels write a logsumexp whatever the values are.
+            out = out._replace(logsumexp=torch.empty(count, dtype=torch.float32, device=rows.logits.device))
         _launch_topk(planned, index, rows, beam_scores, out)
 
     return run

@@ -51,7 +51,7 @@ class Backend(Protocol):
     def prepare_topk(self, problem: TopkProblem, device: torch.device, beam_scores: Tensor | None = None) -> StartTopk:
         """Plans a call once for its shapes and strides. The returned function takes only the tensors.
 
-        It computes the k best of every row, their values, and the row's logsumexp. With beam_scores, it computes the k best
+        It computes the k best of every row, their values, and the row's logsumexp if the values are no logits. With beam_scores, it computes the k best
         continuations of every batch entry over all of its beams. The tensors of `problem`, and beam_scores, may be meta
         tensors: only their layouts count.
         """

@@ -98,6 +98,9 @@ def row_topk(problem: TopkProblem, out: TopK) -> None:
     indices = ranking(candidates)[..., : problem.k]
     chosen = gather(candidates, indices)
     out.indices.copy_(indices)
+    if problem.values == "logits":
+        out.values.copy_(chosen)
+        return
 
     dtype = working_dtype(rows.logits)
     scale = rows.scale().with_nan(dtype)
@@ -108,10 +111,6 @@ def row_topk(problem: TopkProblem, out: TopK) -> None:
         _write_state(x.amax(-1), d.squeeze(-1), out)
         return
     out.logsumexp.copy_(scale.logsumexp(m, d).squeeze(-1))
-    if problem.values == "logits":
-        out.values.copy_(chosen)
-        return
-
     values = _values(chosen.to(dtype), m, d, scale, problem)
     # A row without a finite normalizer has no probabilities at all, as in torch.softmax.
     out.values.copy_(values.where(d.log().isfinite(), torch.nan))

@@ -32,7 +32,7 @@ def row(
     backend: str | None,
     out: Any,
 ) -> TopK:
-    """softmax_topk, log_softmax_topk or topk."""
+    """softmax_topk, log_softmax_topk or topk, whose logsumexp is empty."""
     if out is not None:
         raise TypeError("`out` must be None where `logits` is a DTensor, got tensors; use the result")
     _check(logits, dim)
@@ -43,8 +43,10 @@ def row(
         result = calls.row_topk(rows, k, values, normalize, backend)
     else:
         result = functions.row(values, local.logits, k, local.group, local.temperature, local.mask, normalize, backend)
-    leading = tuple(logits.shape[:-1])
-    return TopK(*map(local.whole, result, ((*leading, k), (*leading, k), leading)))
+    leading, (best, indices, logsumexp) = tuple(logits.shape[:-1]), result
+    if values != "logits":
+        logsumexp = local.whole(logsumexp, leading)
+    return TopK(local.whole(best, (*leading, k)), local.whole(indices, (*leading, k)), logsumexp)
 
 
 def beams(

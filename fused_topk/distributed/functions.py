@@ -19,7 +19,7 @@ from ..arguments import (
     check_normalize_of_beams,
 )
 from ..operators import calls
-from ..problem import TopK, result_dtype
+from ..problem import TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows
 from ..rows import LogitRows
 from ..scale import Scale
@@ -102,14 +102,15 @@ def log_softmax_topk(
 
 def topk(
     local_logits: Tensor, k: int, *, group: Any = None, mask: Tensor | None = None, backend: str | None = None
-) -> TopK:
+) -> TopKLogits:
     """The k largest logits of the whole vocabulary, bit for bit, the same on every process of the group.
 
     >>> topk(local_logits, k=8).indices  # doctest: +SKIP
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.topk`.
     """
-    return row("logits", local_logits, k, group, 1.0, mask, "allowed", backend)
+    values, indices, _ = row("logits", local_logits, k, group, 1.0, mask, "allowed", backend)
+    return TopKLogits(values, indices)
 
 
 def beam_topk(

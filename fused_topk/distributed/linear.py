@@ -20,7 +20,7 @@ from ..functional.targets import check_targets
 from ..operators import calls, linear
 from ..operators.dispatch import need_dispatcher
 from ..operators.gradients import save_rows, saved_rows
-from ..problem import LinearProblem, TargetTopK, TopK, result_dtype
+from ..problem import LinearProblem, TargetTopK, TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows
 from ..rows import ROWS_FIELDS, LogitRows
 from .collective import group_of
@@ -124,17 +124,18 @@ def linear_topk(
     *,
     group: Any = None,
     mask: Tensor | None = None,
-    targets: Tensor | None = None,
-    start: int | None = None,
     backend: str | None = None,
-) -> TopK | TargetTopK:
+) -> TopKLogits:
     """The k largest logits themselves of an LM head whose rows are spread over the processes of a group.
 
     >>> linear_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
 
-    Arguments, result and contract are those of :func:`linear_softmax_topk`; the values have the dtype of `hidden`.
+    Arguments, errors and contract are those of :func:`linear_softmax_topk`, the result is that of :func:`fused_topk.linear_topk`.
     """
-    return _linear("logits", hidden, local_weight, k, local_bias, group, 1.0, mask, "allowed", targets, start, backend)
+    values, indices, *_ = _linear(
+        "logits", hidden, local_weight, k, local_bias, group, 1.0, mask, "allowed", None, None, backend
+    )
+    return TopKLogits(values, indices)
 
 
 class _Settings(NamedTuple):

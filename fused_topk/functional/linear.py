@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arguments import check_backend, check_head, check_hidden, check_k, check_normalize, logits_of_head
 from ..operators import linear, transforms
 from ..operators.dispatch import transform_is_active, way_of_call
-from ..problem import TargetTopK, TopK
+from ..problem import TargetTopK, TopK, TopKLogits
 from ..row_arguments import check_rows
 from ..rows import LogitRows
 from . import autocast
@@ -187,7 +187,6 @@ def linear_log_softmax_topk(
     return _linear("log_softmax", hidden, weight, k, bias, temperature, mask, normalize, targets, backend)
 
 
-@overload
 def linear_topk(
     hidden: Tensor,
     weight: Tensor,
@@ -195,34 +194,8 @@ def linear_topk(
     bias: Tensor | None = None,
     *,
     mask: Tensor | None = None,
-    targets: None = None,
     backend: str | None = None,
-) -> TopK: ...
-
-
-@overload
-def linear_topk(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
-    bias: Tensor | None = None,
-    *,
-    mask: Tensor | None = None,
-    targets: Tensor,
-    backend: str | None = None,
-) -> TargetTopK: ...
-
-
-def linear_topk(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
-    bias: Tensor | None = None,
-    *,
-    mask: Tensor | None = None,
-    targets: Tensor | None = None,
-    backend: str | None = None,
-) -> TopK | TargetTopK:
+) -> TopKLogits:
     """The k largest of the logits `hidden @ weight.T + bias` themselves, which are never all in memory.
 
     >>> linear_topk(torch.tensor([[2.0, 3.0]]), torch.eye(2), k=1).values
@@ -236,17 +209,16 @@ def linear_topk(
         k: the number of results per row, 1 <= k <= V.
         bias: (V,) or None.
         mask: the tokens that may be chosen; the others have the value -inf.
-        targets: int64 (...) or (..., n), tokens whose log-probabilities are wanted, or None.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
-        TopK with values (..., k) in the dtype of `hidden`, indices int64 (..., k) and logsumexp float32 (...) of the allowed
-        logits; or with targets TargetTopK.
+        TopKLogits with values (..., k) in the dtype of `hidden` and indices int64 (..., k).
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
     """
-    return _linear("logits", hidden, weight, k, bias, 1.0, mask, "allowed", targets, backend)
+    values, indices, *_ = _linear("logits", hidden, weight, k, bias, 1.0, mask, "allowed", None, backend)
+    return TopKLogits(values, indices)
 
 
 def _linear(

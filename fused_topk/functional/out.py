@@ -26,9 +26,8 @@ def check_out(
     """Checks that the tensors of `out` have the `expected` shapes and dtypes, in the order of the fields, and overlap no other
     tensor of the call. Indices of a :class:`TopK` may also be int32."""
     if not isinstance(out, (tuple, list)) or len(out) != len(fields):
-        raise TypeError(
-            f"`out` must be a tuple ({', '.join(fields)}), got {type(out).__name__}; pass {len(fields)} tensors"
-        )
+        got = f"{type(out).__name__}{f' of {len(out)}' if isinstance(out, (tuple, list)) else ''}"
+        raise TypeError(f"`out` must be a tuple ({', '.join(fields)}), got {got}; pass {len(fields)} tensors")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*rows, bias, *out) if isinstance(t, Tensor)):
         raise ValueError(
             "`out` must not be used where a gradient is wanted, got requires_grad=True; detach or leave out=None"

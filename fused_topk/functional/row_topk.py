@@ -22,14 +22,16 @@ from ..arguments import (
 )
 from ..operators import calls
 from ..plans import TopkPlan, row_result, topk_plan
-from ..problem import TargetTopK, TopK
+from ..problem import TargetTopK, TopK, TopKLogits
 from ..row_arguments import check_rows, plain_rows, vocabulary_last
 from ..rows import LogitRows
 from .out import check_out, have_changed, is_plain_out
 from .targets import check_row_targets, check_target_ties, of_targets
 
 _BACKENDS = (None, *backends.NAMES)
-_OUT_TYPES = (TopK, tuple)
+_OUT_TYPES = (TopK, TopKLogits, tuple)
+_new = tuple.__new__  # quicker than a named tuple's own, which is written in Python
+_NO_LOGSUMEXP = torch.empty(0, device="cpu")
 
 
 @overload
@@ -225,7 +227,6 @@ def log_softmax_topk(
     )
 
 
-@overload
 def topk(
     logits: Tensor,
     k: int,
@@ -233,41 +234,10 @@ def topk(
     *,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
-    targets: None = None,
-    target_ties: str = "index",
+    out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TopK: ...
-
-
-@overload
-def topk(
-    logits: Tensor,
-    k: int,
-    dim: int = -1,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    targets: Tensor,
-    target_ties: str = "index",
-    backend: str | None = None,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TargetTopK: ...
-
-
-def topk(
-    logits: Tensor,
-    k: int,
-    dim: int = -1,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    targets: Tensor | None = None,
-    target_ties: str = "index",
-    backend: str | None = None,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TopK | TargetTopK:
-    """The k largest logits themselves, sorted, and each row's logsumexp from the same read.
+) -> TopKLogits:
+    """The k largest logits themselves, sorted, in one read of the logits.
 
     >>> topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
     tensor([3., 2.])
@@ -280,19 +250,18 @@ def topk(
         dim: the vocabulary dimension.
         mask: the tokens that may be chosen; the others have the value -inf.
         lengths: how many of a row's first tokens there are, one number a row; the others have the value -inf.
-        targets: int64, tokens whose log-probabilities and ranks are wanted, or None.
-        target_ties: "index" or "last".
+        out: (values, indices) to write into.
         backend: None, "cuda", "cpu" or "reference".
-        out: (values, indices, logsumexp) to write into.
 
     Returns:
-        TopK with values (..., k), bit-exact copies in the dtype of `logits`; indices int64 (..., k); logsumexp float32
-        (...) of the allowed logits; or with targets TargetTopK.
+        TopKLogits with values (..., k), bit-exact copies in the dtype of `logits`, and indices int64 (..., k).
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    return _row("logits", logits, k, dim, 1.0, mask, lengths, "allowed", targets, target_ties, backend, out)
+    found: Any = _row("logits", logits, k, dim, 1.0, mask, lengths, "allowed", None, "index", backend, out)
+    values, indices, _ = found
+    return _new(TopKLogits, (values, indices))
 
 
 def _row(
@@ -307,7 +276,7 @@ def _row(
     targets: Tensor | None,
     target_ties: str,
     backend: str | None,
-    out: tuple[Tensor, Tensor, Tensor] | None,
+    out: tuple[Tensor, ...] | None,
 ) -> TopK | TargetTopK:
     # Arguments of exactly these types can be the key of a cached plan. All others are checked below.
     if (
@@ -319,7 +288,7 @@ def _row(
         and targets is None
         and type(target_ties) is str
         and target_ties == "index"
-        and (out is None or _may_be_plain(out))
+        and (out is None or _may_be_plain(out, values))
     ):
         rows = plain_rows(logits, temperature, mask, lengths, out or ())
         if rows is not None:
@@ -356,13 +325,15 @@ def _row(
         logprobs, ranks = of_targets(rows, targets, best, values, normalize, target_ties, backend)
         return TargetTopK(*result, logprobs.movedim(-1, dim) if moved and ranks is None else logprobs, ranks)
 
-    expected = list(row_result(logits, k, values))
+    fields = _fields(values)
+    expected = list(row_result(logits, k, values))[: len(fields)]
     if moved:
         shape = list(logits.shape[:-1])
         shape.insert(dim, k)
         expected[:2] = [(tuple(shape), dtype) for _, dtype in expected[:2]]
-    check_out(out, expected, rows)
-    written = TopK(*out)
+    check_out(out, expected, rows, fields)
+    values_of, indices, *logsumexp = out
+    written = TopK(values_of, indices, *(logsumexp or [logits.new_empty(0)]))
     last = (
         TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
     )
@@ -371,20 +342,25 @@ def _row(
     return written
 
 
-def _may_be_plain(out: Any) -> bool:
-    return type(out) in _OUT_TYPES and len(out) == 3 and type(out[0]) is type(out[1]) is type(out[2]) is Tensor
+def _fields(values: str) -> tuple[str, ...]:
+    """The fields of `out`."""
+    return TopKLogits._fields if values == "logits" else TopK._fields
 
 
-def _written(plan: TopkPlan, rows: LogitRows, out: tuple[Tensor, Tensor, Tensor]) -> TopK:
+def _may_be_plain(out: Any, values: str) -> bool:
+    return type(out) in _OUT_TYPES and len(out) == len(_fields(values)) and all(type(x) is Tensor for x in out)
+
+
+def _written(plan: TopkPlan, rows: LogitRows, out: tuple[Tensor, ...]) -> TopK:
     """Runs a plan into `out`, once it is checked."""
-    # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
-    written = out if type(out) is TopK else tuple.__new__(TopK, out)
-    if not is_plain_out(written, plan.result, rows):
-        check_out(written, plan.result, rows)
+    # Of topk() there is no logsumexp.
+    written = out if type(out) is TopK else _new(TopK, out if len(out) == 3 else (*out, _NO_LOGSUMEXP))
+    if not is_plain_out(out, plan.result, rows):
+        check_out(out, plan.result[: len(out)], rows, TopK._fields[: len(out)])
     elif written.indices.dtype is torch.int64:
         plan.start(rows, written)
-        have_changed(written)
+        have_changed(out)
         return written
     plan.run_into(written, rows)
-    have_changed(written)
+    have_changed(out)
     return written

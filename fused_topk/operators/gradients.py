@@ -81,9 +81,7 @@ def _of_topk(
         return _state_gradient(rows, ctx.normalize, indices, grad_log, grad_logsumexp)
     if ctx.values == "logits":
         # The values are logits, so each gradient goes back to the logit that was chosen.
-        from_values = torch.zeros_like(rows.logits).scatter_add(-1, indices, grad_log)
-        zero = torch.zeros_like(indices, dtype=grad_logsumexp.dtype)
-        return from_values + _row_gradient(rows, "allowed", indices, zero, grad_logsumexp)
+        return torch.zeros_like(rows.logits).scatter_add(-1, indices, grad_log)
     if ctx.normalize == "topk":
         # Relative to the k chosen: (1[i = j] - p_i) over those k only.
         p = values if ctx.values == "softmax" else values.exp()

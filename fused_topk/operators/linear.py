@@ -88,8 +88,10 @@ def backward_by(run: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Ten
     # d p = p d(log p)
     grad_chosen = grad_values * values if ctx.values == "softmax" else grad_values
     grad_chosen = of_counted(rows, indices, grad_chosen.to(state.dtype))
-    grad_normalizer = grad_logsumexp
-    if ctx.values != "logits":
+    if ctx.values == "logits":
+        grad_normalizer = state.new_zeros(state.shape[:-1])
+    else:
+        grad_normalizer = grad_logsumexp
         if ctx.normalize == "topk":
             p = values if ctx.values == "softmax" else values.exp()
             grad_chosen = grad_chosen - p * grad_chosen.sum(-1, keepdim=True)

@@ -35,11 +35,11 @@ _COPIED_BYTES = 8 * _COPIED_ELEMENTS  # with their copies in their own dtype
 
 
 class LinearResult(NamedTuple):
-    """The results of the operator. Of the last three, those that nobody asked for are empty tensors."""
+    """The results of the operator. Of the last four, those that nobody asked for are empty tensors."""
 
     values: Tensor  # (..., k)
     indices: Tensor  # (..., k)
-    logsumexp: Tensor  # (...)
+    logsumexp: Tensor  # (...); empty for values that are logits
     target_logprobs: Tensor  # (..., n)
     target_ranks: Tensor  # (..., n)
     state: Tensor  # (..., 2), the row's m and d
@@ -63,12 +63,12 @@ def empty_result(
     """Uninitialised tensors for the result."""
     lead, device = hidden.shape[:-1], hidden.device
     dtype = result_dtype(hidden.dtype)
-    nobody = (0,)
+    nobody, are_logits = (0,), values in ("logits", "state")
     of_targets = nobody if targets is None else targets.shape
     return LinearResult(
-        torch.empty((*lead, k), dtype=hidden.dtype if values in ("logits", "state") else dtype, device=device),
+        torch.empty((*lead, k), dtype=hidden.dtype if are_logits else dtype, device=device),
         torch.empty((*lead, k), dtype=torch.int64, device=device),
-        torch.empty(lead, dtype=dtype, device=device),
+        torch.empty(nobody if are_logits else lead, dtype=dtype, device=device),
         torch.empty(of_targets, dtype=dtype, device=device),
         torch.empty(of_targets if has_ranks else nobody, dtype=torch.int64, device=device),
         torch.empty((*lead, 2) if keeps_state else nobody, dtype=dtype, device=device),
@@ -161,7 +161,8 @@ def _forward_block(
     kind = "logits" if values == "state" else values
     best = _merged(states, k, rows.scale(), kind, normalize, backend)
     for given, computed in zip(out, best):
-        given[part].copy_(computed)
+        if given.numel():
+            given[part].copy_(computed)
     if target is None and not out.state.numel():
         return
     merged = states[0] if len(states) == 1 else _merged(states, 1, rows.scale(), "state", normalize, backend)

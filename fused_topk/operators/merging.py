@@ -36,7 +36,7 @@ def _fake_merge_parts(
     logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, part_lengths: Any, k: int, *rest: Any
 ) -> TopK:
     values = rest[2]
-    return plans.row_result(logits.select(0, 0), k, values).empty(logits.device)
+    return plans.merge_result(logits.select(0, 0), k, values).empty(logits.device)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:

@@ -53,12 +53,13 @@ def _take_turns(run: Callable[..., Any], info: Any, in_dims: Sequence[Any], *arg
 
 def _map_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
     _, (_, values, *_) = unflattened(arguments)
-    return run(*_mapped(info, in_dims, arguments)), _dims_of_results(values)
+    # Of logits there is no logsumexp, and what is empty is not mapped.
+    return run(*_mapped(info, in_dims, arguments)), (0, 0, None if values == "logits" else _dim_of_normalizer(values))
 
 
-def _dims_of_results(values: str) -> tuple[int, int, int]:
-    """The mapped dimension of each result: the first, or in a state the one behind the dimension of m and d."""
-    return 0, 0, int(values == "state")
+def _dim_of_normalizer(values: str) -> int:
+    """The mapped dimension of the logsumexp: the first, or in a state the one behind the dimension of m and d."""
+    return int(values == "state")
 
 
 def _map_one(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -79,8 +80,8 @@ def _map_heads(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
     mapped = _mapped(info, in_dims, arguments)
     mapped[weight], mapped[bias] = arguments[weight], arguments[bias]
     # An empty tensor in the place of a result that nobody asked for is not mapped.
-    has_targets, (has_ranks, keeps_state) = arguments[targets] is not None, arguments[-2:]
-    is_mapped = (True, True, True, has_targets, has_ranks, keeps_state)
+    has_targets, (values, _, has_ranks, keeps_state) = arguments[targets] is not None, arguments[-4:]
+    is_mapped = (True, True, values != "logits", has_targets, has_ranks, keeps_state)
     return run(*mapped), tuple(0 if x else None for x in is_mapped)
 
 
@@ -92,7 +93,7 @@ def _map_parts(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
         raise ValueError("`part_lengths` must not be mapped over; the parts of all rows begin at the same tokens")
     mapped[:4] = [x.movedim(0, 1) for x in mapped[:4]]
     mapped[4] = arguments[4]
-    return run(*mapped), _dims_of_results(arguments[8])
+    return run(*mapped), (0, 0, _dim_of_normalizer(arguments[8]))
 
 
 def _map_routers(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
