@@ -25,7 +25,8 @@ from tqdm import trange
 from transformers import AutoModelForCausalLM
 
 from causal_models import CausalModel, tiny
-from fused_topk.generation import TokenLogprobs, text_topk_logprobs, topk_logprobs
+from fused_topk import TopK, token_logprobs
+from fused_topk.generation import text_token_logprobs
 from tiny_language_model import Recipe
 
 LENGTH, BATCH = 64, 8
@@ -46,17 +47,16 @@ def texts(teacher: CausalModel, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def lessons_of(teacher: Any, tokens: Tensor, k: int) -> list[TokenLogprobs]:
+def lessons_of(teacher: Any, tokens: Tensor, k: int) -> list[TopK]:
     """The teacher's k best log-probabilities at each position, for each batch: all that has to be stored."""
-    return [text_topk_logprobs(teacher, batch[:, :-1], k) for batch in tokens.split(BATCH)]
+    found = [text_token_logprobs(teacher, batch[:, :-1], k=k).topk for batch in tokens.split(BATCH)]
+    return [best for best in found if best is not None]
 
 
-def from_best(student: Any, inputs: Tensor, lesson: TokenLogprobs) -> Tensor:
+def from_best(student: Any, inputs: Tensor, lesson: TopK) -> Tensor:
     """Kullback-Leibler divergence of the student from the teacher, over the k tokens and all others as one. The student's
     logits are never all in memory."""
-    ours = text_topk_logprobs(student, inputs, 1, targets=lesson.indices).target_logprobs
-    assert ours is not None
-    return divergence(ours, lesson.values)
+    return divergence(text_token_logprobs(student, inputs, lesson.indices).logprobs, lesson.values)
 
 
 def divergence(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ def scored(model: Any, teacher: Any, tokens: Tensor) -> tuple[float, float, floa
     for batch in tokens.split(BATCH):
         logits = model(batch[:, :-1]).logits
         total += float(from_all(logits, teacher(batch[:, :-1]).logits)) * len(batch) / len(tokens)
-        found.append(topk_logprobs(logits, 1, targets=batch[:, 1:]))
-    logprobs = torch.cat([each.target_logprobs.flatten() for each in found if each.target_logprobs is not None])
-    ranks = torch.cat([each.target_ranks.flatten() for each in found if each.target_ranks is not None])
+        found.append(token_logprobs(logits, batch[:, 1:], ranks=True))
+    logprobs = torch.cat([each.logprobs.flatten() for each in found])
+    ranks = torch.cat([each.ranks.flatten() for each in found if each.ranks is not None])
     return total, float(logprobs.mean()), float((ranks <= 10).float().mean())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of public arguments. row_arguments.py has those of the rows that a call reads. The checks of `out`, of targets and
+"""The checks of public arguments. row_arguments.py has those of the rows that a call reads. The checks of `out`, of tokens and
 of states are beside the functions that take them. Each error names the argument, the rule, the wrong value and the remedy. The checks run
 before anything is allocated or launched. They never read the contents of a CUDA tensor, so they never wait for a device.
 """
@@ -126,6 +126,13 @@ def check_k(k: Any, most: int, what: str = "the vocabulary size", name: str = "k
         raise ValueError(f"`{name}` must satisfy 1 <= {name} <= {most} ({what}), got {name}={k}; pass {remedy}")
 
 
+def check_list(name: str, length: Any, most: int, what: str = "the vocabulary size") -> None:
+    """Checks the length of a list of best tokens. 0: no list."""
+    check_int(name, length)
+    if length != 0:
+        check_k(length, most, what, name)
+
+
 def is_readable(tensor: Tensor) -> bool:
     """Whether the values of a tensor can be checked. To read those of a CUDA tensor is to wait for the GPU. A traced tensor has no
     values, and a tensor under vmap stands for many."""
@@ -170,12 +177,11 @@ def check_normalize(normalize: Any) -> None:
     check_choice("normalize", normalize, _NORMALIZE)
 
 
-def check_normalize_of_beams(normalize: Any) -> None:
+def check_common_normalize(normalize: Any, function: str) -> None:
+    """Refuses what is relative to the k chosen alone: beams, and tokens beside the k, need a common measure."""
     check_normalize(normalize)
     if normalize == "topk":
-        raise ValueError(
-            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
-        )
+        raise ValueError(f"`normalize` must be 'allowed' or 'all' for {function}, got 'topk'; leave it out")
 
 
 def check_backend(backend: Any) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from . import gone
 from .rows import LogitRows
 from .scale import Scale
 
@@ -40,6 +41,10 @@ class TopKLogits(NamedTuple):
     values: Tensor
     indices: Tensor
 
+    @property
+    def logsumexp(self) -> NoReturn:
+        gone.refuse_field("TopKLogits.logsumexp")
+
 
 class TopKState(NamedTuple):
     """What is known of a part of every row: the state (m, d, T) of the paper. The states of a row's parts merge into the
@@ -60,22 +65,20 @@ class TopKState(NamedTuple):
     d: Tensor
 
 
-class TargetTopK(NamedTuple):
-    """The result of the functions of top-k where targets are given.
+class TokenLogprobs(NamedTuple):
+    """The result of :func:`token_logprobs` and its kin. What was not asked for is None.
 
     Attributes:
-        values: as in :class:`TopK`, like indices and logsumexp.
-        indices: see values.
-        logsumexp: see values.
-        target_logprobs: float32 of the targets' shape, their log-probabilities; NaN where there is no target.
-        target_ranks: int64 (...), 1 for the best token; 0 where there is no target. None where a row has several targets.
+        logprobs: float32 log-probabilities of the given tokens, of their shape, (...) or (..., n); NaN where there is none.
+        logsumexp: float32 log of the sum of the exponentials of the scaled logits, shape (...).
+        ranks: int64 ranks of the tokens, of their shape: 1 for the best token; 0 where there is none.
+        topk: the row's best tokens with their log-probabilities.
     """
 
-    values: Tensor
-    indices: Tensor
+    logprobs: Tensor
     logsumexp: Tensor
-    target_logprobs: Tensor
-    target_ranks: Tensor | None
+    ranks: Tensor | None
+    topk: TopK | None
 
 
 class TopkProblem(NamedTuple):
@@ -180,6 +183,10 @@ class Sample(NamedTuple):
     topk: TopK | None
     kept: Kept | None = None
     ranks: Tensor | None = None
+
+    @property
+    def log_probs(self) -> NoReturn:
+        gone.refuse_field("Sample.log_probs")
 
 
 def changed(result: Sample, change: Callable[[Tensor], Tensor]) -> Sample:

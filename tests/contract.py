@@ -44,13 +44,15 @@ FUNCTIONS = {
     "merge_topk": "broadcast gradients devices errors",
     "router_topk": "broadcast gradients devices errors",
     "sample": "broadcast gradients devices errors",
+    "token_logprobs": "broadcast gradients devices errors",
     "linear_softmax_topk": _HEADS,
     "linear_log_softmax_topk": _HEADS,
     "linear_topk": _HEADS,
     "linear_sample": _HEADS,
+    "linear_token_logprobs": _HEADS,
     "warm_up": "errors",
     **{f"distributed.{name}": "groups errors devices" for name in ("softmax_topk", "log_softmax_topk", "topk", "beam_topk", "sample")},
-    **{f"distributed.linear_{name}": "groups strides errors devices" for name in ("softmax_topk", "log_softmax_topk", "topk")},
+    **{f"distributed.linear_{name}": "groups strides errors devices" for name in ("softmax_topk", "log_softmax_topk", "topk", "token_logprobs")},
 }  # fmt: skip
 
 V, DEPTH, K = 96, 8, 4
@@ -87,9 +89,9 @@ class Case(NamedTuple):
     def lengths(self) -> Tensor:
         return V // 2 + self.tokens(high=V // 2)
 
-    def targets(self, *shape: int) -> Tensor:
-        """Some positions have none."""
-        found = self.tokens(*shape, salt=1)
+    def given_tokens(self) -> Tensor:
+        """Three a row, of which some are none."""
+        found = self.tokens(3, salt=1)
         return found.masked_fill(found % 7 == 0, -100)
 
 
@@ -164,11 +166,10 @@ ARGUMENTS = {
     "k": Argument(_PLAIN, lambda case: {"all": V}, **_INT, wrong_value=(0, -1, 2**70, beyond)),
     "normalize": Argument(_PLAIN, lambda case: {x: x for x in ("topk", "all")}, (None, 1), ("none",)),
     "kind": Argument(_PLAIN, lambda case: {x: x for x in ("log_softmax", "logits")}, (None, 1), ("state",)),
-    "targets": Argument(
-        "groups dtensors gradients devices errors", lambda case: {"several": case.targets(3), "one": case.targets()},
-        **_tensor(lambda x: x[:1], lambda x: x.unsqueeze(-1).expand(*x.shape, 0), lambda x: torch.full_like(x, V), dtype=torch.int32),
+    "tokens": Argument(
+        "groups devices errors", Case.given_tokens, **_tensor(lambda x: x[:1], lambda x: x[..., :0], lambda x: torch.full_like(x, V), dtype=torch.int32)
     ),
-    "target_ties": Argument("dtensors gradients errors", lambda case: {"last": "last"}, (None, 1), ("first",)),
+    "ties": Argument("gradients errors", lambda case: {"last": "last"}, (None, 1), ("first",)),
     "start": Argument("groups gradients errors", lambda case: {"start": 7}, _NOT_INTS[:2], (-1, 2**62 + 1)),
     "dtype": Argument("dtensors errors", lambda case: {}, ("float32", 1), (torch.float16,)),
     "scoring": Argument(_PLAIN, lambda case: {x: x for x in ("sigmoid", "sqrtsoftplus")}, (None, 1), ("relu",)),
@@ -202,8 +203,10 @@ ARGUMENTS = {
     "ragged": Argument("errors", lambda case: {}, **_FLAG),
     "device": Argument("errors", lambda case: {}, (1.5, [])),
     # What differs in one function.
-    "beam_topk.normalize": Argument(_PLAIN, lambda case: {"all": "all"}, (None, 1), ("none", "topk")),
-    "distributed.beam_topk.normalize": Argument(_PLAIN, lambda case: {"all": "all"}, (None, 1), ("none", "topk")),
+    **{
+        f"{name}.normalize": Argument(_PLAIN, lambda case: {"all": "all"}, (None, 1), ("none", "topk"))
+        for name in ("beam_topk", "distributed.beam_topk", "token_logprobs", "linear_token_logprobs", "distributed.linear_token_logprobs")
+    },
     **{
         f"{name}.k": Argument(_PLAIN, lambda case: {"all": case.lead[-1] * V}, **_INT, wrong_value=(0, -1, 2**70, beyond))
         for name in ("beam_topk", "distributed.beam_topk")
@@ -214,24 +217,23 @@ ARGUMENTS = {
     "warm_up.k": Argument("errors", lambda case: {}, ("2", 2.0, True), (0, V + 1)),
     "warm_up.targets": Argument("errors", lambda case: {}, **_FLAG),
     **{
+        f"{name}.k": Argument(_PLAIN, lambda case: {"all": V}, **_INT, wrong_value=(-1, 2**70, beyond))
+        for name in ("token_logprobs", "linear_token_logprobs", "distributed.linear_token_logprobs")
+    },
+    **{
         f"{name}.temperature": Argument(_ONE_A_ROW, _of_rows(0.7, lambda case: case.random(0.5, 2)), **_rows(*_TEMPERATURES))
         for name in ("sample", "linear_sample", "distributed.sample")
     },
     "merge_topk.k": Argument(_PLAIN, lambda case: {"7": 7}, **_INT, wrong_value=(0, -1, 9)),
     "merge_states.k": Argument(_PLAIN, lambda case: {"7": 7}, **_INT, wrong_value=(0, -1)),
     "topk_state.k": Argument(_PLAIN, lambda case: {"all": V}, **_INT, wrong_value=(0, -1)),
-    # Any process may have a target.
-    **{
-        f"distributed.linear_{name}.targets": Argument(
-            "groups devices errors", lambda case: {"several": case.targets(3), "one": case.targets()},
-            **_tensor(lambda x: x[:1], lambda x: x.unsqueeze(-1).expand(*x.shape, 0), dtype=torch.int32),
-        )
-        for name in ("softmax_topk", "log_softmax_topk", "topk")
-    },
+    # Any process may have a token.
+    "distributed.linear_token_logprobs.tokens": Argument("groups devices errors", Case.given_tokens, **_tensor(lambda x: x[:1], lambda x: x[..., :0], dtype=torch.int32)),
+    "distributed.linear_token_logprobs.start": Argument("errors", lambda case: 0, _NOT_INTS[:2], (-1, 2**62 + 1)),
 }  # fmt: skip
 
 # Arguments that mean nothing by themselves: what is given with them.
-WITH = {"target_ties": ("targets",), "topk_groups": ("groups",), "group_score": ("groups",), "targets": ("start",)}
+WITH = {"ties": ("ranks",), "topk_groups": ("groups",), "group_score": ("groups",)}
 # Of two arguments that exclude each other the second.
 WITHOUT = {"generator": "seed", "seed": "generator", "noise": "seed"}
 
@@ -242,7 +244,9 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def parameters(name: str) -> list[str]:
-    return list(inspect.signature(function_of(name)).parameters)
+    """All but the one that refuses names that are gone."""
+    found = inspect.signature(function_of(name)).parameters.values()
+    return [x.name for x in found if x.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
 def argument(name: str, parameter: str) -> Argument:
@@ -263,7 +267,8 @@ def arguments(name: str, kind: str) -> list[str]:
 def required(name: str, case: Case) -> dict[str, Any]:
     """The arguments of the plainest call. `parts` come from their logits in call()."""
     given: dict[str, Any] = {}
-    for parameter in inspect.signature(function_of(name)).parameters.values():
+    of_function = inspect.signature(function_of(name)).parameters
+    for parameter in map(of_function.__getitem__, parameters(name)):
         plain = parameter.name.removeprefix("local_")
         if plain == "k":
             given["k"] = K

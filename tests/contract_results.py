@@ -119,30 +119,32 @@ def exact(name: str, given: dict[str, Any]) -> list[Tensor]:
     if name in ("topk_state", "merge_states"):
         m = base.gather(-1, order[..., :1] if base is counted else base.detach().max(-1, keepdim=True).indices)
         return [best, indices + given.get("start", 0), m.squeeze(-1), ((base - m) / t).exp().sum(-1)]
+    if name.endswith("token_logprobs"):
+        return _of_tokens(given, counted, log_probs, logsumexp, order)
     values = best
     kind = given.get("kind", "softmax") if name == "merge_topk" else name.removeprefix("linear_")
     if kind not in ("topk", "logits"):
         is_of_k = given.get("normalize") == "topk"
         values = best / t - ((best / t).logsumexp(-1, keepdim=True) if is_of_k else logsumexp.unsqueeze(-1))
         values = values.exp() if kind.startswith("softmax") else values
-    found = [values, indices] if name.removeprefix("linear_") == "topk" else [values, indices, logsumexp]
-    if given.get("targets") is not None:
-        found += _of_targets(given["targets"], counted, log_probs, given.get("target_ties"))
-    return found
+    is_of_logits = name.removeprefix("linear_") == "topk"
+    return [values, indices] if is_of_logits else [values, indices, logsumexp]
 
 
-def _of_targets(targets: Tensor, counted: Tensor, log_probs: Tensor, ties: str | None) -> list[Tensor]:
-    is_one = targets.dim() < counted.dim()
-    tokens = targets.unsqueeze(-1) if is_one else targets
-    found = log_probs.gather(-1, tokens.clamp(min=0)).where(tokens >= 0, NAN)
-    if not is_one:
-        return [found]
-    own = counted.gather(-1, tokens.clamp(min=0))
-    equal = counted == own
-    if ties != "last":
-        equal = equal & (torch.arange(V) <= tokens)
-    ranks = ((counted > own) | equal).sum(-1)
-    return [found.squeeze(-1), ranks.where(targets >= 0, 0)]
+def _of_tokens(
+    given: dict[str, Any], counted: Tensor, log_probs: Tensor, logsumexp: Tensor, order: Tensor
+) -> list[Tensor]:
+    """Of several tokens a row."""
+    tokens, k = given["tokens"], given["k"]
+    places = tokens.clamp(min=0)
+    found = [log_probs.gather(-1, places).where(tokens >= 0, NAN), logsumexp]
+    if given.get("ranks"):
+        own = counted.gather(-1, places).unsqueeze(-1)
+        counts = counted.unsqueeze(-2) == own
+        if given.get("ties") != "last":
+            counts = counts & (torch.arange(V) <= places.unsqueeze(-1))
+        found.append((counts | (counted.unsqueeze(-2) > own)).sum(-1).where(tokens >= 0, 0))
+    return [*found, log_probs.gather(-1, order[..., :k]), order[..., :k], logsumexp] if k else found
 
 
 def _by_the_reference(name: str, given: dict[str, Any], counted: Tensor) -> list[Tensor]:

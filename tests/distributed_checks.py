@@ -172,16 +172,16 @@ def calls_that_come_to_differ_are_errors_everywhere(rank: int, size: int) -> Non
     own = columns(logits, rank, size)
     head = exact_head((5,), 8, 600, torch.float32)
     weight = columns(head[1].t(), rank, size).t()
-    targets = torch.arange(15).view(5, 3)
+    tokens = torch.arange(15).view(5, 3)
     scores = torch.zeros(1, 5)
     calls = {
         "k": [lambda k=k: distributed.topk(own, k) for k in (1, 8, 9, 90, 500)],
         "rows": [lambda rows=rows: distributed.softmax_topk(own[:rows], 90) for rows in (1, 2, 5)],
         "dtype": [lambda dtype=dtype: distributed.topk(own.to(dtype), 8) for dtype in DTYPES.values()],
         "normalize": [lambda n=n: distributed.softmax_topk(own, 8, normalize=n) for n in ("allowed", "all", "topk")],
-        "targets": [
-            lambda t=t: distributed.linear_softmax_topk(head[0], weight, 8, targets=t, start=0)
-            for t in (None, targets[:, 0], targets[:, :2], targets, targets.repeat(1, 90))
+        "tokens": [
+            lambda t=t: distributed.linear_token_logprobs(head[0], weight, t, k=8, start=0)
+            for t in (tokens[:, 0], tokens[:, :2], tokens, tokens.repeat(1, 90))
         ],
         "draws": [
             lambda s=s: distributed.sample(own, seed=0, **s)

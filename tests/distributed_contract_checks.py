@@ -57,13 +57,10 @@ def groups_that_are_not_the_world(rank: int, size: int) -> None:
             learned = [x for x in LEARNED if x in given]
             live = with_gradients(given, *learned)
             want = exact(name, live)
-            own = with_gradients(
-                share_of(given | {"start": 0} if "targets" in given else given, taken, first), *learned
-            )
+            own = with_gradients(share_of(given | {"start": 0} if "tokens" in given else given, taken, first), *learned)
             got = call(name, own | {"group": group})
             told = f"{name} {told}"
-            # Distributed heads return no ranks of targets.
-            assert_close(got, want := want[: len(got)], told)
+            assert_close(got, want, told)
             if wanted := gradients(want, live, *learned):
                 own_part = share_of(dict(zip(learned, wanted, strict=True)), taken, first)
                 assert_close(gradients(got, own, *learned), list(own_part.values()), f"{told}, gradient")
@@ -104,7 +101,7 @@ def dtensors_of_every_argument(rank: int, size: int) -> None:
     turn = itertools.cycle(places)
     for name in functions("dtensors"):
         for told, given in calls(name, "dtensors", Case()):
-            refused = {x: given[x] for x in ("lengths", "targets") if x in given}
+            refused = {x: given[x] for x in ("lengths",) if x in given}
             if refused:
                 x = distribute_tensor(given["logits"], mesh, places[0])
                 for option in refused:
@@ -114,7 +111,7 @@ def dtensors_of_every_argument(rank: int, size: int) -> None:
                         f"`{option}` must be None where `logits` is a DTensor",
                         functools.partial(call, name, one),
                     )
-                given = {a: b for a, b in given.items() if a not in (*refused, "target_ties")}
+                given = {a: b for a, b in given.items() if a not in refused}
                 if told != "all":
                     continue
             want_of = with_gradients(given, "logits")

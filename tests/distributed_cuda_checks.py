@@ -53,21 +53,21 @@ def beams(rank: int, size: int) -> None:
     torch.testing.assert_close(got.values, want.values)
 
 
-def heads_and_their_targets(rank: int, size: int) -> None:
+def heads_and_their_tokens(rank: int, size: int) -> None:
     hidden, weight, bias = exact_head((50,), 64, 32001, torch.float32, "cuda")
-    targets = torch.arange(50, device="cuda") * 600
-    got = distributed.linear_log_softmax_topk(
+    tokens = torch.arange(50, device="cuda") * 600
+    got = distributed.linear_token_logprobs(
         hidden,
         own_rows(weight, rank, size),
-        7,
+        tokens,
         own_rows(bias, rank, size),
-        targets=targets,
         start=first_row(32001, rank, size),
+        k=7,
     )
-    want = fused_topk.linear_log_softmax_topk(hidden, weight, 7, bias, targets=targets)
-    assert torch.equal(got.indices, want.indices)
-    torch.testing.assert_close(got.values, want.values)
-    torch.testing.assert_close(got.target_logprobs, want.target_logprobs)
+    want = fused_topk.linear_token_logprobs(hidden, weight, tokens, bias, k=7)
+    assert torch.equal(got.topk.indices, want.topk.indices)
+    torch.testing.assert_close(got.topk.values, want.topk.values)
+    torch.testing.assert_close(got.logprobs, want.logprobs)
 
 
 def draws_of_exact_sums(rank: int, size: int) -> None:

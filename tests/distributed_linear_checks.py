@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fused_topk
 from distributed_checks import columns, counted, frame, raises
-from fused_topk import TargetTopK, TopK, distributed
+from fused_topk import TokenLogprobs, TopKLogits, distributed
 from fused_topk.layout import linear_pieces as layout
 from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits
 from oracle import assert_topk, expected
@@ -90,16 +90,16 @@ def settings_of_a_head(rank: int, size: int) -> None:
 def shares_without_a_row(rank: int, size: int) -> None:
     hidden, weight, _ = exact_head((4,), 20, 301, torch.float32)
     logits = exact_logits(hidden, weight)
-    targets = torch.tensor([0, 300, -100, 301])
+    tokens = torch.tensor([0, 300, -100, 301])
     for cuts in ([0] * (size - 1), [301] * (size - 1), list(range(1, size))):
         own = own_rows(weight, rank, size, cuts)
         start = ([0, *cuts])[rank]
         for k in (1, 301):
-            got = distributed.linear_log_softmax_topk(hidden, own, k, targets=targets, start=start)
-            assert_topk(TopK(*got[:3]), expected("log_softmax_topk", logits, k), logits, "log_softmax_topk")
+            got = distributed.linear_token_logprobs(hidden, own, tokens, k=k, start=start)
+            assert_topk(got.topk, expected("log_softmax_topk", logits, k), logits, "log_softmax_topk")
             want = logits.double().log_softmax(-1)
-            torch.testing.assert_close(got.target_logprobs[:2], want[[0, 1], [0, 300]].float(), rtol=0, atol=2e-6)
-            assert got.target_logprobs[2:].isnan().all() and got.target_ranks is None
+            torch.testing.assert_close(got.logprobs[:2], want[[0, 1], [0, 300]].float(), rtol=0, atol=2e-6)
+            assert got.logprobs[2:].isnan().all() and got.ranks is None
     raises(ValueError, "1 <= k <= 301", lambda: distributed.linear_topk(hidden, own, 302))
 
 
@@ -116,67 +116,78 @@ def shares_without_a_row_have_the_same_gradient(rank: int, size: int) -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
-def targets_of_a_head(rank: int, size: int) -> None:
+def tokens_of_a_head(rank: int, size: int) -> None:
     """In the one collective, with the states."""
     for rows, several in itertools.product((3, 40), (False, True)):
         hidden, weight, bias = exact_head((rows,), 20, 301, torch.float32, seed=rows)
         generator = torch.Generator().manual_seed(rows)
-        targets = torch.randint(-1, 301, (rows, 5) if several else (rows,), generator=generator)
+        tokens = torch.randint(-1, 301, (rows, 5) if several else (rows,), generator=generator)
         mask = random_mask(rows, 301, share=0.7)
-        own = own_rows(weight, rank, size), 4, own_rows(bias, rank, size)
+        own = own_rows(weight, rank, size), tokens, own_rows(bias, rank, size)
         start = first_row(301, rank, size)
         for settings in ({}, {"temperature": 0.6}, {"mask": mask}, {"mask": mask, "normalize": "all"}):
             cut = {"mask": columns(mask, rank, size)} if "mask" in settings else {}
             with counted() as given:
-                got = distributed.linear_softmax_topk(hidden, *own, targets=targets, start=start, **settings | cut)
-            want = fused_topk.linear_softmax_topk(hidden, weight, 4, bias, targets=targets, **settings)
-            assert isinstance(got, TargetTopK) and got.target_ranks is None
-            assert torch.equal(got.indices, want.indices)
-            torch.testing.assert_close(got.target_logprobs, want.target_logprobs, rtol=0, atol=2e-6, equal_nan=True)
+                got = distributed.linear_token_logprobs(hidden, *own, start=start, k=4, **settings | cut)
+            want = fused_topk.linear_token_logprobs(hidden, weight, tokens, bias, k=4, **settings)
+            assert isinstance(got, TokenLogprobs) and got.ranks is None
+            assert torch.equal(got.topk.indices, want.topk.indices)
+            torch.testing.assert_close(got.logprobs, want.logprobs, rtol=0, atol=2e-6, equal_nan=True)
             states = 16 + rows * 8 + rows * 4 * 8 + -(-rows * 4 * 4 // 8) * 8
-            assert given == [frame(states + -(-targets.numel() * 4 // 8) * 8)]
+            assert given == [frame(states + -(-tokens.numel() * 4 // 8) * 8)]
         with counted() as given:
-            distributed.linear_softmax_topk(hidden, *own, targets=targets, start=start)
-        assert len(given) == 1
-    raises(
-        ValueError, "`start` must be the token", lambda: distributed.linear_softmax_topk(hidden, *own, targets=targets)
-    )
-    for given in (None, targets):
-        call = functools.partial(distributed.linear_softmax_topk, hidden, *own, targets=given)
-        raises(TypeError, "`start` must be an int, got str", functools.partial(call, start="a"))
-        raises(ValueError, "0 to 2^62, got -1", functools.partial(call, start=-1))
+            plain = distributed.linear_token_logprobs(hidden, *own, start=start)
+        assert len(given) == 1 and plain.topk is None
+    call = functools.partial(distributed.linear_token_logprobs, hidden, *own)
+    raises(TypeError, "`start` must be an int, got str", functools.partial(call, start="a"))
+    raises(ValueError, "0 to 2^62, got -1", functools.partial(call, start=-1))
     if size > 1:
-        one_only = {"targets": targets, "start": start} if rank == 0 else {}
         told = "rank 0 has k=3, 40 rows of torch.float32 and normalize='allowed', targets or settings of draws number "
-        raises(ValueError, told, lambda: distributed.linear_softmax_topk(hidden, own[0], 3, **one_only))
+        raises(
+            ValueError,
+            told,
+            lambda: call(k=3, start=start) if rank == 0 else distributed.linear_log_softmax_topk(hidden, own[0], 3),
+        )
 
 
 def gradients_of_a_head(rank: int, size: int) -> None:
     """Of a loss that every process computes alike: each gets those of its rows, and the whole one of the hidden states."""
     hidden, weight, bias = (x.double() for x in exact_head((2, 3), 20, 301, torch.float64))
-    targets = torch.tensor([[0, 300, -1], [150, 7, 80]])
+    tokens = torch.tensor([[0, 300, -1], [150, 7, 80]])
     mask = random_mask(6, 301, share=0.8).view(2, 3, 301)
     mask[0, 0, 100:] = False
     start = first_row(301, rank, size)
     factors = torch.linspace(-1, 2, 2 * 3 * 6, dtype=torch.float64).view(2, 3, 6)
 
     def loss(found):
-        total = (found.values.where(found.values.isfinite(), 0.0) * factors).sum() + found.logsumexp.square().sum()
-        return total + 3 * found.target_logprobs.where(found.target_logprobs.isfinite(), 0.0).sum()
+        best = found.topk if isinstance(found, TokenLogprobs) else found
+        total = (best.values.where(best.values.isfinite(), 0.0) * factors).sum()
+        if isinstance(found, TopKLogits):
+            return total
+        total = total + found.logsumexp.square().sum()
+        if best is found:
+            return total
+        return total + 3 * found.logprobs.where(found.logprobs.isfinite(), 0.0).sum()
 
     for entry, normalize, temperature, with_mask in itertools.product(
-        [x for x in ENTRIES if x != "linear_topk"], ("allowed", "all", "topk"), (1.0, 0.7), (False, True)
+        (*ENTRIES, "linear_token_logprobs"), ("allowed", "all", "topk"), (1.0, 0.7), (False, True)
     ):
-        settings = {"normalize": normalize, "temperature": temperature}
+        settings = {} if entry == "linear_topk" else {"normalize": normalize, "temperature": temperature}
+        if entry == "linear_token_logprobs" and normalize == "topk":
+            continue
         whole = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
         own = [
             hidden.clone().requires_grad_(),
             *(own_rows(x, rank, size).clone().requires_grad_() for x in (weight, bias)),
         ]
-        one = {**settings, "mask": mask if with_mask else None, "targets": targets}
-        loss(getattr(fused_topk, entry)(whole[0], whole[1], 6, whole[2], **one)).backward()
-        parts = {**one, "mask": columns(mask, rank, size) if with_mask else None, "start": start}
-        loss(getattr(distributed, entry)(own[0], own[1], 6, own[2], **parts)).backward()
+        one = {**settings, "mask": mask if with_mask else None}
+        parts = {**one, "mask": columns(mask, rank, size) if with_mask else None}
+        if entry == "linear_token_logprobs":
+            given, one, parts = tokens, {**one, "k": 6}, {**parts, "k": 6, "start": start}
+        else:
+            given = 6
+        loss(getattr(fused_topk, entry)(whole[0], whole[1], given, whole[2], **one)).backward()
+        loss(getattr(distributed, entry)(own[0], own[1], given, own[2], **parts)).backward()
         wanted = [whole[0].grad, *(own_rows(x.grad, rank, size) for x in whole[1:])]
         for got, want in zip(own, wanted):
             torch.testing.assert_close(got.grad, want, rtol=1e-9, atol=1e-9)

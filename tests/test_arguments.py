@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fused_topk
+import fused_topk.distributed
 from fused_topk import TopK
 from oracle import assert_same
 from rows import packed, random_logits, random_mask
@@ -255,7 +256,10 @@ def test_nested_tensors_are_refused_with_what_works(layout):
         "hidden": [lambda x: fused_topk.linear_topk(x, head, 2), lambda x: fused_topk.linear_sample(x, head, seed=0)],
         "weight": [lambda x: fused_topk.linear_topk(rows, x, 2)],
         "bias": [lambda x: fused_topk.linear_topk(rows, head, 2, x)],
-        "targets": [lambda x: fused_topk.linear_softmax_topk(rows, head, 2, targets=x)],
+        "tokens": [
+            lambda x: fused_topk.linear_token_logprobs(rows, head, x),
+            lambda x: fused_topk.token_logprobs(rows, x),
+        ],
         "part.m": [lambda x: fused_topk.merge_topk([state._replace(m=x)], 2)],
     }
     for name, is_learned in itertools.product(calls, (False, True)):
@@ -288,10 +292,8 @@ def test_distributed_tensors_are_refused_with_what_works(tmp_path):
                 TypeError, match=r"`lengths` must be None where `logits` is a DTensor, got Tensor; .*-inf|mask"
             ):
                 run(logits, lengths=lengths)
-        with pytest.raises(
-            TypeError, match=r"`targets` must be None where `logits` is a DTensor, got Tensor; leave them"
-        ):
-            fused_topk.softmax_topk(logits, 3, targets=lengths)
+        with pytest.raises(TypeError, match=r"`logits` must not be a DTensor.*full_tensor"):
+            fused_topk.token_logprobs(logits, lengths)
         with pytest.raises(TypeError, match=r"`lengths` must be None where `logits` is a DTensor"):
             fused_topk.beam_topk(logits.unsqueeze(0), torch.zeros(1, 4), 3, lengths=lengths)
     finally:
@@ -372,3 +374,33 @@ def test_mask_of_another_shape_with_the_vocabulary_elsewhere():
 def test_k_is_named_only_where_it_is_too_large():
     with pytest.raises(ValueError, match=r"takes float32, float16 and bfloat16 logits, got torch.float64; leave"):
         fused_topk.softmax(torch.zeros(2, 5, dtype=torch.float64), backend="cpu")
+
+
+@pytest.mark.parametrize(
+    ("run", "error", "message"),
+    [
+        (lambda x: fused_topk.softmax_topk(x, 1, targets=x), TypeError, "`targets` is no argument of softmax_topk.*token_logprobs"),
+        (lambda x: fused_topk.log_softmax_topk(x, 1, target_ties="last"), TypeError, "token_logprobs.*ties="),
+        (lambda x: fused_topk.topk(x, 1, targets=x), TypeError, "`targets` is no argument of topk"),
+        (lambda x: fused_topk.topk(x, 1, out=(x, x, x)), TypeError, r"`out` must be a tuple \(values, indices\), got tuple of 3"),
+        (lambda x: fused_topk.topk(x, 1).logsumexp, AttributeError, "logsumexp is gone; call logsumexp"),
+        (lambda x: fused_topk.linear_topk(x, x, 1, targets=x), TypeError, "linear_token_logprobs"),
+        (lambda x: fused_topk.linear_softmax_topk(x, x, 1, targets=x), TypeError, "linear_token_logprobs"),
+        (lambda x: fused_topk.linear_log_softmax_topk(x, x, 1, targets=x), TypeError, "linear_token_logprobs"),
+        (lambda x: fused_topk.distributed.linear_topk(x, x, 1, start=0), TypeError, "linear_token_logprobs"),
+        (lambda x: fused_topk.distributed.linear_softmax_topk(x, x, 1, start=0), TypeError, "linear_token_logprobs"),
+        (lambda x: fused_topk.distributed.linear_log_softmax_topk(x, x, 1, start=0), TypeError, "linear_token_logprobs"),
+        (lambda x: fused_topk.sample(x, truncated_log_probs=True), TypeError, 'write logprobs="kept"'),
+        (lambda x: fused_topk.linear_sample(x, x, truncated_log_probs=True), TypeError, 'write logprobs="kept"'),
+        (lambda x: fused_topk.distributed.sample(x, truncated_log_probs=True), TypeError, 'write logprobs="kept"'),
+        (lambda x: fused_topk.sample(x, seed=0).log_probs, AttributeError, "write .logprobs"),
+        (lambda x: fused_topk.router_topk(x, 1, normalize=True), TypeError, "write renormalize="),
+        (lambda x: fused_topk.merge_topk([], 1, values="logits"), TypeError, "write kind="),
+        (lambda x: fused_topk.TargetTopK, AttributeError, "TokenLogprobs"),
+        (lambda x: fused_topk.softmax_topk(x, 1, tmperature=1), TypeError, "`tmperature` is no argument of softmax_topk.*spelling"),
+        (lambda x: fused_topk.nothing, AttributeError, "has no attribute 'nothing'"),
+    ],
+)  # fmt: skip
+def test_names_that_are_gone_say_what_to_write_instead(run, error, message):
+    with pytest.raises(error, match=message):
+        run(torch.zeros(2, 2))

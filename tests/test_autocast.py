@@ -47,17 +47,15 @@ def test_linear_takes_what_a_linear_layer_takes(backend, to, of_bias):
 
 
 @AUTOCASTS
-@pytest.mark.parametrize("with_targets", [False, True])
+@pytest.mark.parametrize("entry", ["linear_log_softmax_topk", "linear_token_logprobs"])
 @pytest.mark.parametrize("backward_inside", [False, True])
-def test_linear_gradients_under_autocast(backend, to, with_targets, backward_inside):
+def test_linear_gradients_under_autocast(backend, to, entry, backward_inside):
     """Those of a call with the converted operands, in the dtypes of what is learned."""
     head = exact_head(40, 24, 700, torch.float32, backend.device)
-    settings = {"temperature": 0.7}
-    if with_targets:
-        settings["targets"] = torch.arange(40, device=backend.device)
+    wanted = 5 if entry == "linear_log_softmax_topk" else torch.arange(40, device=backend.device)
 
     def loss(*learned):
-        found = backend("linear_log_softmax_topk", *learned[:2], 5, learned[2], **settings)
+        found = backend(entry, *learned[:2], wanted, learned[2], temperature=0.7)
         return sum(x.square().sum() for x in found if x is not None and x.is_floating_point())
 
     grads = []

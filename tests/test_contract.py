@@ -103,9 +103,9 @@ def broadcastable(x: Tensor) -> dict[str, Tensor]:
 def moved(given: dict[str, Any], dim: int) -> dict[str, Any]:
     """The same call with the vocabulary at `dim`. A packed mask has its words last all the same."""
     found = given | {"dim": dim, "logits": given["logits"].movedim(-1, dim).contiguous()}
-    for x in ("mask", "targets"):
-        if x in given and given[x].dim() == 3 and given[x].dtype != torch.int32:
-            found[x] = given[x].movedim(-1, dim)
+    mask = given.get("mask")
+    if mask is not None and mask.dim() == 3 and mask.dtype != torch.int32:
+        found["mask"] = mask.movedim(-1, dim)
     return found
 
 

@@ -60,7 +60,7 @@ def ways(name: str, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     )
     if (
         is_movable
-        and all(x in tensors and not tensors[x].is_sparse for x in ("logits", "mask", "targets") if x in given)
+        and all(x in tensors and not tensors[x].is_sparse for x in ("logits", "mask") if x in given)
         and tensors["logits"].dim() == 3
     ):
         yield moved(given, 0)
@@ -148,7 +148,7 @@ def test_tensors_on_another_device(name, monkeypatch):
                     with pytest.raises(ValueError, match=r"` must (be on|fit) .*; "):
                         call(name, everything | {plain: value})
                 continue
-            excluded = {"out": ("targets", "target_ties"), "noise": ("seed", "counter")}.get(plain, ())
+            excluded = ("seed", "counter") if plain == "noise" else ()
             others = {x: y for x, y in everything.items() if x not in excluded}
             for base in (called_with(name, parameter, value, FEW), others | called_with(name, parameter, value, FEW)):
                 for given in ways(name, base | reference):

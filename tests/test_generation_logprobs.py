@@ -10,91 +10,81 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
+from contract_results import flat
 from decoding import DTYPES, PAD, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk.generation import fused_decoding, next_token_topk, text_topk_logprobs, topk_logprobs
+from fused_topk import generation
+from fused_topk.generation import fused_decoding, next_token_topk, text_token_logprobs
 
 
-def random_logits(*shape, dtype=torch.float32, offset=0.0):
-    logits = 3 * torch.randn(*shape, generator=torch.Generator().manual_seed(0)) + offset
-    return logits.to(dtype)
+def own_next_tokens(ids, mask=None):
+    """By loops."""
+    tokens = torch.full_like(ids, -100, dtype=torch.int64)
+    for row in range(len(ids)):
+        for place in range(ids.shape[1] - 1):
+            if mask is None or (mask[row, place] and mask[row, place + 1]):
+                tokens[row, place] = ids[row, place + 1]
+    return tokens
 
 
-def random_targets(logits):
-    return torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("padded", ["", "left", "right"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mamba"])
+def test_the_tokens_of_the_text_itself(name, padded):
+    """At each position the next one; none at the last one and at padding."""
+    model = tiny(name)
+    ids = inputs_for(model)["input_ids"]
+    inputs, mask = {"input_ids": ids}, None
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[1, slice(0, 3) if padded == "left" else slice(-3, None)] = 0
+        inputs["attention_mask"] = mask
+    want = own_next_tokens(ids, mask)
+    assert (want >= 0).sum() == ids.numel() - len(ids) - (3 if padded else 0)
+    found = text_token_logprobs(model, inputs, k=3, ranks=True)
+    given = text_token_logprobs(model, inputs, want, k=3, ranks=True)
+    for a, b in zip(flat(found), flat(given), strict=True):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    assert torch.equal(found.logprobs.isnan(), want < 0)
+    with torch.no_grad():
+        exact = model(**inputs).logits.double().log_softmax(-1)
+    of_tokens = exact.gather(-1, want.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(found.logprobs.double()[want >= 0], of_tokens[want >= 0], rtol=0, atol=1e-5)
 
 
-def assert_right(found, logits, k, targets):
-    exact = logits.detach().double().log_softmax(-1)
-    order = logits.sort(dim=-1, descending=True, stable=True).indices
-    assert torch.equal(found.indices, order[..., :k])
-    torch.testing.assert_close(found.values.double(), exact.gather(-1, found.indices), rtol=0, atol=2e-6)
-    torch.testing.assert_close(found.logsumexp.double(), logits.double().logsumexp(-1), rtol=1e-6, atol=2e-6)
-    expected = exact.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(found.target_logprobs.double(), expected, rtol=0, atol=4e-6)
-    assert torch.equal(found.target_ranks, 1 + (order == targets.unsqueeze(-1)).int().argmax(-1))
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_the_tokens_of_a_decoder(name):
+    model = tiny(name)
+    inputs = {**inputs_for(model), "decoder_input_ids": torch.tensor([[0, 5, 9], [0, 7, 7]])}
+    found = text_token_logprobs(model, inputs)
+    with torch.no_grad():
+        exact = model(**inputs).logits.double().log_softmax(-1)
+    want = exact[:, :-1].gather(-1, inputs["decoder_input_ids"][:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(found.logprobs[:, :-1].double(), want, rtol=0, atol=1e-5)
+    assert found.logprobs[:, -1].isnan().all()
+    # Without a text of the decoder there are no tokens to take.
+    with pytest.raises(ValueError, match="`tokens` must be given where the inputs have no texts"):
+        text_token_logprobs(model, inputs_for(model))
+    one = torch.tensor([[4], [5]])
+    assert text_token_logprobs(model, inputs_for(model), one).logprobs.shape == (2, 1)
 
 
-@DTYPES
-@pytest.mark.parametrize("shape", [(33,), (1, 33), (7, 33), (2, 5, 33), (2, 0, 33)], ids=str)
-def test_topk_logprobs_against_float64(shape, dtype):
-    logits = random_logits(*shape, dtype=dtype)
-    targets = random_targets(logits)
-    assert_right(topk_logprobs(logits, 4, targets), logits, 4, targets)
+def test_embeddings_have_no_tokens():
+    model = tiny("llama")
+    embedded = {"inputs_embeds": model.get_input_embeddings()(inputs_for(model)["input_ids"])}
+    with pytest.raises(ValueError, match="`tokens` must be given where the inputs have no texts"):
+        text_token_logprobs(model, embedded)
+    tokens = inputs_for(model)["input_ids"]
+    assert text_token_logprobs(model, embedded, tokens).logprobs.shape == tokens.shape
 
 
-def test_topk_logprobs_of_positions_that_do_not_merge():
-    logits = random_logits(3, 20, 33)
-    # Without its last position the batch does not merge with the positions.
-    for view in (logits, logits[:, :-1], logits.transpose(0, 1)):
-        targets = random_targets(view)
-        assert_right(topk_logprobs(view, 3, targets), view, 3, targets)
-
-
-def test_topk_logprobs_loses_nothing_to_a_common_offset():
-    logits = random_logits(5, 4000, offset=1e4).double().float()
-    found = topk_logprobs(logits, 3, random_targets(logits))
-    assert_right(found, logits, 3, random_targets(logits))
-
-
-def test_of_equal_tokens_the_smaller_index_ranks_first():
-    logits = random_logits(40, 33).round()
-    targets = random_targets(logits)
-    assert_right(topk_logprobs(logits, 4, targets), logits, 4, targets)
-
-
-def test_positions_without_target_and_no_targets():
-    logits = random_logits(4, 33)
-    targets = torch.tensor([3, -100, 0, -1])
-    found = topk_logprobs(logits, 2, targets)
-    assert found.target_logprobs.isnan().tolist() == [False, True, False, True]
-    assert (found.target_ranks == 0).tolist() == [False, True, False, True]
-    found = topk_logprobs(logits, 2)
-    assert found.target_logprobs is None and found.target_ranks is None
-
-
-def test_topk_logprobs_have_gradients():
-    logits = random_logits(3, 21, dtype=torch.float64).requires_grad_()
-    targets = random_targets(logits)
-
-    def sums(x):
-        found = topk_logprobs(x, 4, targets)
-        return found.values.sum() + found.logsumexp.sum() + found.target_logprobs.sum()
-
-    assert torch.autograd.gradcheck(sums, (logits,))
-
-
-@pytest.mark.parametrize(
-    ("targets", "error", "message"),
-    [
-        ([1, 2], TypeError, "`targets` must be a torch.Tensor"),
-        (torch.tensor([1, 2], dtype=torch.int32), TypeError, "`targets` must be int64, got torch.int32"),
-        (torch.tensor([[1, 2]]), ValueError, r"`targets` must have the shape \(2,\) of the positions, got \(1, 2\)"),
-    ],
-    ids=["list", "int32", "shape"],
-)
-def test_topk_logprobs_says_what_is_wrong_with_targets(targets, error, message):
-    with pytest.raises(error, match=message):
-        topk_logprobs(torch.zeros(2, 9), 3, targets)
+def test_names_that_are_gone_say_what_to_write_instead():
+    for name, remedy in {
+        "topk_logprobs": "use fused_topk.token_logprobs",
+        "text_topk_logprobs": "use text_token_logprobs",
+        "TokenLogprobs": "use fused_topk.TokenLogprobs",
+        "generate": "with fused_decoding",
+    }.items():
+        with pytest.raises(AttributeError, match=f"{name} is gone; .*{remedy}"):
+            getattr(generation, name)
 
 
 @DTYPES
@@ -147,7 +137,7 @@ def test_next_token_topk_says_what_is_wrong():
         next_token_topk(model, inputs_for(model), 10**6)
 
 
-@pytest.mark.parametrize("function", [next_token_topk, text_topk_logprobs])
+@pytest.mark.parametrize("function", [next_token_topk, lambda *given: text_token_logprobs(*given[:2])])
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -171,7 +161,7 @@ def test_ids_that_are_none_of_a_batch_are_refused(function, given, error, messag
         function(tiny("llama"), given, 2)
 
 
-@pytest.mark.parametrize("function", [next_token_topk, text_topk_logprobs])
+@pytest.mark.parametrize("function", [next_token_topk, lambda *given: text_token_logprobs(*given[:2])])
 @pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2)], ids=str)
 def test_what_is_no_model_is_refused(function, model):
     with pytest.raises(

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_topk
-from fused_topk import TargetTopK, TopK, TopKLogits
+from contract_results import flat
+from fused_topk import TokenLogprobs, TopK, TopKLogits
 from fused_topk.backends import cpu as native_cpu
 from fused_topk.backends import cuda, cuda_pieces
 from fused_topk.layout import linear_pieces as layout
@@ -22,6 +23,7 @@ from fused_topk.rows import LogitRows
 from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits, gradients_in_pieces, merged_in_pieces
 from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import packed, random_mask, shifted
+from test_tokens import assert_right
 
 pytestmark = pytest.mark.usefixtures("exact_library_products")
 
@@ -44,39 +46,24 @@ SHAPES = [
 def check(call, entry: str, hidden: Tensor, weight: Tensor, k: int, bias: Tensor | None = None, **settings) -> TopK:
     """Compares with the oracle of the exact logits."""
     logits = exact_logits(hidden, weight, bias)
-    targets = settings.get("targets")
     got = call(entry, hidden, weight, k, bias, **settings)
-    settings.pop("targets", None)
     want = expected(ENTRIES[entry], logits, k, **settings)
-    assert isinstance(got, TopKLogits if entry == "linear_topk" else TopK if targets is None else TargetTopK)
-    assert_topk(
-        got if targets is None else TopK(*got[:3]),
-        want,
-        logits,
-        ENTRIES[entry],
-        temperature=settings.get("temperature"),
-    )
-    if targets is not None:
-        check_targets(got, logits, targets, **settings)
+    assert type(got) is (TopKLogits if entry == "linear_topk" else TopK)
+    assert_topk(got, want, logits, ENTRIES[entry], temperature=settings.get("temperature"))
     return got
 
 
-def check_targets(got: TargetTopK, logits: Tensor, targets: Tensor, temperature=1.0, mask=None, normalize="allowed"):
-    temperature = temperature.double().unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
-    allowed = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask.expand(logits.shape)
-    shown = logits.double().masked_fill(~allowed, -torch.inf)
-    over = logits.double() if normalize == "all" else shown
-    exact = shown / temperature - (over / temperature).logsumexp(-1, keepdim=True)
-    tokens = targets.clamp(min=0).unsqueeze(-1)
-    wanted = exact.gather(-1, tokens).squeeze(-1).where(targets >= 0, torch.nan)
-    # As in oracle.py.
-    unit = torch.finfo(got.target_logprobs.dtype).eps / 2
-    bound = unit * (7 * wanted.abs() + 14 * math.log(logits.shape[-1]) + 22)
-    same = (got.target_logprobs == wanted) | (got.target_logprobs.isnan() & wanted.isnan())
-    assert (same | ((got.target_logprobs.double() - wanted).abs() <= bound)).all()
-    order = shown.sort(dim=-1, descending=True, stable=True).indices
-    ranks = 1 + (order == tokens).int().argmax(-1)
-    assert torch.equal(got.target_ranks, ranks.where(targets >= 0, 0))
+def check_tokens(
+    call, hidden: Tensor, weight: Tensor, tokens: Tensor, bias: Tensor | None = None, **settings
+) -> TokenLogprobs:
+    """token_logprobs() of the exact logits, with ranks of both kinds, and the k best beside them."""
+    logits = exact_logits(hidden, weight, bias)
+    best = expected("log_softmax_topk", logits, 3, **settings)
+    for ties in ("index", "last"):
+        got = call("linear_token_logprobs", hidden, weight, tokens, bias, k=3, ranks=True, ties=ties, **settings)
+        assert_topk(got.topk, best, logits, "log_softmax_topk", temperature=settings.get("temperature"))
+        assert_right(got, logits, tokens, ties=ties, **settings)
+    return got
 
 
 @pytest.fixture
@@ -104,20 +91,36 @@ def test_linear_in_pieces(monkeypatch, call, dtype, normalize, mask_kind, tokens
     merged_in_pieces(monkeypatch, 3, tokens, 2)
     mask = None if mask_kind == "none" else random_mask(2, 5, 4133, share=0.3)
     temperature = torch.linspace(0.5, 3.0, 10, dtype=torch.float64).view(2, 5).to(hidden.dtype)
-    targets = torch.randint(0, 4133, (2, 5), generator=torch.Generator().manual_seed(3))
-    targets[1, 2] = -100
     for k in (1, 7, 1030):
         settings = {"normalize": normalize, "mask": mask, "temperature": temperature.to(torch.float32)}
         plain = check(call, "linear_log_softmax_topk", hidden, weight, k, bias, **settings)
-        both = check(call, "linear_softmax_topk", hidden, weight, k, bias, targets=targets, **settings)
+        check(call, "linear_softmax_topk", hidden, weight, k, bias, **settings)
         if mask_kind == "packed":
             settings["mask"] = packed(mask)
             words = fused_topk.linear_log_softmax_topk(hidden, weight, k, bias, **settings)
             assert_same(words, plain)
-            found = fused_topk.linear_softmax_topk(hidden, weight, k, bias, targets=targets, **settings)
-            assert torch.equal(found.target_ranks, both.target_ranks)
         if normalize == "allowed":
             check(call, "linear_topk", hidden, weight, k, bias, mask=mask)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("normalize", ["allowed", "all"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("of_piece", [1024, 10**6])
+def test_linear_tokens_in_pieces(monkeypatch, call, dtype, normalize, masked, of_piece):
+    """One token a row and several, of every piece."""
+    hidden, weight, bias = exact_head((2, 5), 24, 4133, ALL_DTYPES[dtype])
+    merged_in_pieces(monkeypatch, 3, of_piece, 2)
+    temperature = torch.linspace(0.5, 3.0, 10, dtype=torch.float64).view(2, 5).to(hidden.dtype).float()
+    settings = {"normalize": normalize, "temperature": temperature}
+    if masked:
+        settings["mask"] = random_mask(2, 5, 4133, share=0.3)
+    generator = torch.Generator().manual_seed(3)
+    for shape in ((2, 5), (2, 5, 6)):
+        tokens = torch.randint(0, 4133, shape, generator=generator)
+        tokens[1, 2] = -100
+        for with_bias in (bias, None):
+            check_tokens(call, hidden, weight, tokens, with_bias, **settings)
 
 
 @pytest.mark.sanitize
@@ -132,54 +135,55 @@ def test_linear_takes_pieces_into_one_state(monkeypatch, cuda, dtype, temperatur
     )
     if temperature == "rows":
         temperature = torch.linspace(0.5, 3.0, 10, device="cuda")
-    targets = torch.arange(10, device="cuda") * 400
+    tokens = torch.arange(10, device="cuda") * 400
     for k in (1, 8, 32, 33):
         check(cuda, "linear_log_softmax_topk", hidden, weight, k, bias, temperature=temperature)
         check(cuda, "linear_softmax_topk", hidden, weight, k, temperature=temperature, normalize="topk")
         check(cuda, "linear_topk", hidden, weight, k, bias)
-    check(cuda, "linear_log_softmax_topk", hidden, weight, 8, bias, targets=targets)
+    check_tokens(cuda, hidden, weight, tokens, bias)
 
 
 def test_linear_of_many_rows_on_a_gpu(cuda):
     """As it comes: several blocks of rows, several pieces, and in 64 MB of memory."""
     hidden, weight, _ = exact_head(4500, 64, 50257, torch.bfloat16, "cuda")
-    targets = torch.arange(4500, device="cuda") * 11
-    # None, one with its rank, and several.
-    for of_rows in (targets, targets.unsqueeze(1) + torch.arange(200, device="cuda"), None):
-        fused_topk.linear_log_softmax_topk(hidden, weight, 8, targets=of_rows)
+    tokens = torch.arange(4500, device="cuda") * 11
+    # One with its rank, and several.
+    for of_rows, ranks in ((tokens, True), (tokens.unsqueeze(1) + torch.arange(200, device="cuda"), False)):
+        fused_topk.linear_token_logprobs(hidden, weight, of_rows, k=8, ranks=ranks)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        got = fused_topk.linear_log_softmax_topk(hidden, weight, 8, targets=of_rows)
-        assert torch.cuda.max_memory_allocated() - before - result_bytes(got) <= 64 << 20
+        got = fused_topk.linear_token_logprobs(hidden, weight, of_rows, k=8, ranks=ranks)
+        of_result = sum(x.nbytes for x in flat(got))
+        assert torch.cuda.max_memory_allocated() - before - of_result <= 64 << 20
     for part in (slice(0, 300), slice(2200, 2300), slice(-100, None)):
         logits = exact_logits(hidden[part], weight)
         want = expected("log_softmax_topk", logits, 8)
-        assert_topk(TopK(*(x[part] for x in got)), want, logits, "log_softmax_topk")
+        assert_topk(TopK(*(x[part] for x in got.topk)), want, logits, "log_softmax_topk")
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
-@pytest.mark.parametrize("tokens", [1024, 10**6])
-def test_linear_several_targets(monkeypatch, call, dtype, tokens):
+@pytest.mark.parametrize("of_piece", [1024, 10**6])
+def test_linear_several_tokens(monkeypatch, call, dtype, of_piece):
     """Of a row's own best tokens, whose values the result has; and the gradient of a loss over them."""
     hidden, weight, bias = exact_head((2, 5), 24, 2500, ALL_DTYPES[dtype])
-    merged_in_pieces(monkeypatch, 3, tokens, 2)
-    gradients_in_pieces(monkeypatch, 3, tokens)
+    merged_in_pieces(monkeypatch, 3, of_piece, 2)
+    gradients_in_pieces(monkeypatch, 3, of_piece)
     best = call("linear_log_softmax_topk", hidden, weight, 9, bias, temperature=0.8)
-    targets = best.indices.clone()
-    targets[0, 1, 2] = -1
+    tokens = best.indices.clone()
+    tokens[0, 1, 2] = -1
     learned = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    found = call("linear_log_softmax_topk", *learned, 1, bias, temperature=0.8, targets=targets)
-    assert found.target_ranks is None
-    wanted = best.values.where(targets >= 0, torch.nan)
+    found = call("linear_token_logprobs", *learned, tokens, bias, temperature=0.8)
+    assert found.ranks is None and found.topk is None
+    wanted = best.values.where(tokens >= 0, torch.nan)
     # Both are rounded once, from states that may be merged from other pieces.
-    torch.testing.assert_close(found.target_logprobs.detach(), wanted, rtol=4e-7, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(found.logprobs.detach(), wanted, rtol=4e-7, atol=2e-6, equal_nan=True)
     if dtype == "fp64":
         share = torch.arange(90.0, dtype=torch.float64).view(2, 5, 9)
-        (found.target_logprobs.where(targets >= 0, 0.0) * share).sum().backward()
+        (found.logprobs.where(tokens >= 0, 0.0) * share).sum().backward()
         stock = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logp = (torch.nn.functional.linear(*stock, bias) / 0.8).log_softmax(-1).gather(-1, targets.clamp(min=0))
-        (logp.where(targets >= 0, 0.0) * share).sum().backward()
+        logp = (torch.nn.functional.linear(*stock, bias) / 0.8).log_softmax(-1).gather(-1, tokens.clamp(min=0))
+        (logp.where(tokens >= 0, 0.0) * share).sum().backward()
         for got, want in zip(learned, stock):
             torch.testing.assert_close(got.grad, want.grad)
 
@@ -286,12 +290,10 @@ def test_linear_in_pieces_of_rows_that_do_not_merge(monkeypatch, call):
     merged_in_pieces(monkeypatch, 7, 1024, 3)
     hidden, weight, bias = exact_head((3, 9, 4), 24, 2100, torch.float32)
     mask = random_mask(3, 9, 4, 2100)
-    targets = torch.randint(0, 2100, (3, 9, 4), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(0, 2100, (3, 9, 4), generator=torch.Generator().manual_seed(3))
     for dims in (slice(None), slice(0, -1)):
-        check(
-            call, "linear_softmax_topk", hidden[:, dims], weight, 9, bias, mask=mask[:, dims], targets=targets[:, dims]
-        )
-    check(call, "linear_softmax_topk", hidden, weight, 9, bias, mask=mask[:, :1], targets=targets)
+        check_tokens(call, hidden[:, dims], weight, tokens[:, dims], bias, mask=mask[:, dims])
+    check_tokens(call, hidden, weight, tokens, bias, mask=mask[:, :1])
 
 
 @pytest.mark.parametrize("tokens", [1024, 10**6])
@@ -314,13 +316,13 @@ def test_linear_special_values(monkeypatch, call, tokens, is_native):
     check(call, "linear_topk", hidden, weight, 700, bias)
 
 
-@pytest.mark.parametrize("targets", [False, True])
-def test_linear_without_rows(backend, targets):
+def test_linear_without_rows(backend):
     hidden, weight, bias = exact_head((2, 0), 8, 20, torch.float32, backend.device)
-    settings = {"targets": torch.empty(2, 0, dtype=torch.int64, device=backend.device)} if targets else {}
-    found = backend("linear_softmax_topk", hidden.requires_grad_(), weight.requires_grad_(), 3, bias, **settings)
+    tokens = torch.empty(2, 0, dtype=torch.int64, device=backend.device)
+    of_tokens = backend("linear_token_logprobs", hidden, weight, tokens, bias, ranks=True)
+    assert of_tokens.logprobs.shape == of_tokens.ranks.shape == (2, 0)
+    found = backend("linear_softmax_topk", hidden.requires_grad_(), weight.requires_grad_(), 3, bias)
     assert found.values.shape == (2, 0, 3) and found.logsumexp.shape == (2, 0)
-    assert not targets or found.target_ranks.shape == (2, 0)
     found.values.sum().backward()
     assert hidden.grad.shape == hidden.shape and not weight.grad.any()
 
@@ -383,7 +385,7 @@ def test_linear_scratch_memory(rows, vocab_size, k, dtype, has_targets):
     targets = torch.zeros(*hidden.shape[:-1], 1, dtype=torch.int64) if has_targets else None
     head = LinearProblem(LogitRows(hidden), weight, None, targets, "allowed")
     with LiveBytes() as live:
-        result = linear_pieces.forward(head, k, "softmax", None, has_targets, has_targets)
+        result = linear_pieces.forward(head, k, "softmax", None, "index" if has_targets else None, has_targets)
     assert live.most - result_bytes(result) <= 64 << 20
     # The counting sees the pieces.
     assert live.most - result_bytes(result) > 2**20
@@ -428,7 +430,7 @@ def test_linear_scratch_memory_of_a_mask_that_rows_share(is_packed):
     targets = torch.arange(280).view(2, 140, 1) * 1000
     head = LinearProblem(LogitRows(hidden, mask=given), weight, None, targets, "allowed")
     with LiveBytes() as live:
-        result = linear_pieces.forward(head, 4, "softmax", None, True, True)
+        result = linear_pieces.forward(head, 4, "softmax", None, "index", True)
         grads = torch.ones(2, 140, 4), torch.ones(2, 140, 1), torch.ones(2, 140)
         found = linear_backward.backward(head, result.indices, result.state, *grads, None, (True, True, True))
     assert 2**20 < live.most - result_bytes(result) - result_bytes(found) <= 64 << 20
@@ -456,7 +458,7 @@ def test_linear_choice_of_the_native_kernel(monkeypatch, cpu):
     ):
         hidden, weight, _ = exact_head(rows, depth, 1500, ALL_DTYPES[dtype])
         fused_topk.linear_topk(hidden, weight, k)
-    fused_topk.linear_softmax_topk(hidden.float(), weight.float(), 8, targets=torch.zeros(3, dtype=torch.int64))
+    fused_topk.linear_token_logprobs(hidden.float(), weight.float(), torch.zeros(3, dtype=torch.int64))
     fused_topk.linear_topk(hidden.float(), weight.float().T.contiguous().T, 8)
     assert taken == [32, 24, 31]
 

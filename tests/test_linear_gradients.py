@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fused_topk
+from contract_results import flat
 from fused_topk import arguments
 from fused_topk.rows import LogitRows
 from linear_heads import ENTRIES, exact_head, exact_logits, gradients_in_pieces, merged_in_pieces
@@ -16,12 +17,11 @@ from rows import packed, random_logits, random_mask
 pytestmark = pytest.mark.usefixtures("exact_library_products")
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", [*ENTRIES, "linear_token_logprobs"])
 @pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
-@pytest.mark.parametrize("has_targets", [False, True])
 @pytest.mark.parametrize("in_pieces", [False, True])
-def test_linear_gradcheck(monkeypatch, entry, normalize, mask_kind, has_targets, in_pieces):
+def test_linear_gradcheck(monkeypatch, entry, normalize, mask_kind, in_pieces):
     vocab_size = 11
     if in_pieces:
         # The borders of these pieces need not suit a packed mask's words, so there the tokens stay together.
@@ -38,17 +38,16 @@ def test_linear_gradcheck(monkeypatch, entry, normalize, mask_kind, has_targets,
         settings = {"normalize": normalize, "temperature": torch.tensor([0.7, 1.0, 1.9], dtype=torch.float64)}
     if mask_kind != "none":
         settings["mask"] = mask if mask_kind == "bool" else packed(mask)
-    targets = torch.tensor([int(mask[0].int().argmax()), -100, int(mask[2].int().argmax())])
-    if entry == "linear_topk":
-        has_targets = False
-    if has_targets:
-        settings["targets"] = targets
+    tokens = torch.tensor([int(mask[0].int().argmax()), -100, int(mask[2].int().argmax())])
+    is_of_tokens = entry == "linear_token_logprobs"
+    if is_of_tokens and normalize == "topk":
+        settings["normalize"], tokens = "allowed", torch.stack([tokens, tokens.flip(0)], -1)
 
     def function(hidden, weight, bias):
-        found = getattr(fused_topk, entry)(hidden, weight, 3, bias, **settings)
-        if has_targets:
-            return found.values, found.logsumexp, found.target_logprobs.where(targets >= 0, 0.0)
-        return found[::2]
+        if not is_of_tokens:
+            return getattr(fused_topk, entry)(hidden, weight, 3, bias, **settings)[::2]
+        found = fused_topk.linear_token_logprobs(hidden, weight, tokens, bias, k=3, **settings)
+        return found.topk.values, found.logsumexp, found.logprobs.where(tokens >= 0, 0.0)
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
 
@@ -58,12 +57,12 @@ def test_linear_gradients_of_16_bits(backend, dtype):
     """Against float64 gradients from the same rounded logits: what is left is the rounding of the logits' gradient."""
     hidden, weight, bias = exact_head(20, 8, 900, DTYPES[dtype], backend.device)
     learned = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    targets = torch.arange(20, device=backend.device)
-    found = backend("linear_log_softmax_topk", *learned[:2], 4, learned[2], targets=targets)
-    (found.values.sum() - found.target_logprobs.sum()).backward()
+    tokens = torch.arange(20, device=backend.device)
+    found = backend("linear_token_logprobs", *learned[:2], tokens, learned[2], k=4)
+    (found.topk.values.sum() - found.logprobs.sum()).backward()
     logits = exact_logits(hidden, weight, bias).double().requires_grad_()
     logp = logits.log_softmax(-1)
-    (logp.gather(-1, found.indices).sum() - logp.gather(-1, targets[:, None]).sum()).backward()
+    (logp.gather(-1, found.topk.indices).sum() - logp.gather(-1, tokens[:, None]).sum()).backward()
     g, size = logits.grad, logits.grad.abs()
     # Rounded once as a number of the logits' gradient and once as a sum, with float32 between: 2.1 roundings at most. Below
     # float16's normal numbers a rounding is of 2^-25.
@@ -81,8 +80,8 @@ def test_linear_gradients_of_16_bits(backend, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
 @pytest.mark.parametrize("in_pieces", [False, True])
-def test_linear_gradients_of_equal_targets(monkeypatch, backend, dtype, mask_kind, in_pieces):
-    """Targets that are equal, that are among the chosen, that are hidden and that are none, with a temperature a row."""
+def test_linear_gradients_of_equal_tokens(monkeypatch, backend, dtype, mask_kind, in_pieces):
+    """Given tokens that are equal, that are among the chosen, that are hidden and that are none, with a temperature a row."""
     rows, vocab_size, device = 20, 2500, backend.device
     hidden, weight, bias = exact_head(rows, 8, vocab_size, DTYPES[dtype], device)
     block, tokens = (7, 1024) if in_pieces else (rows, vocab_size)
@@ -92,22 +91,22 @@ def test_linear_gradients_of_equal_targets(monkeypatch, backend, dtype, mask_kin
     settings["temperature"] = torch.linspace(0.5, 2.0, rows, device=device)
     best = backend("linear_log_softmax_topk", hidden, weight, 5, bias, **settings).indices
     generator = torch.Generator().manual_seed(2)
-    targets = torch.randint(0, vocab_size, (rows, 8), generator=generator).to(device)
-    targets[:, :2], targets[:, 2], targets[:, 3] = best[:, :2], best[:, 0], -100
-    targets[:, 5] = targets[:, 4]
+    given = torch.randint(0, vocab_size, (rows, 8), generator=generator).to(device)
+    given[:, :2], given[:, 2], given[:, 3] = best[:, :2], best[:, 0], -100
+    given[:, 5] = given[:, 4]
     shares = [torch.randn(shape, generator=generator).to(device) for shape in ((rows, 5), (rows, 8), (rows,))]
 
     def loss(values, logprobs, logsumexp):
-        shown = logprobs.where((targets >= 0) & logprobs.isfinite(), 0.0)
+        shown = logprobs.where((given >= 0) & logprobs.isfinite(), 0.0)
         return sum((x * share).sum() for x, share in zip((values, shown, logsumexp), shares))
 
     learned = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    found = backend("linear_log_softmax_topk", *learned[:2], 5, learned[2], targets=targets, **settings)
-    loss(found.values, found.target_logprobs, found.logsumexp).backward()
+    found = backend("linear_token_logprobs", *learned[:2], given, learned[2], k=5, **settings)
+    loss(found.topk.values, found.logprobs, found.logsumexp).backward()
     logits = exact_logits(hidden, weight, bias).double().requires_grad_()
     scaled = (logits if mask is None else logits.masked_fill(~mask, -torch.inf)) / settings["temperature"].unsqueeze(-1)
     logp = scaled.log_softmax(-1)
-    loss(logp.gather(-1, best), logp.gather(-1, targets.clamp(min=0)), scaled.logsumexp(-1)).backward()
+    loss(logp.gather(-1, best), logp.gather(-1, given.clamp(min=0)), scaled.logsumexp(-1)).backward()
     g, size = logits.grad, logits.grad.abs()
     # Rounded as an element, as the product of each piece or block, and as the sum; of float32 what its sums lose.
     roundings = 2.1 + max(-(-rows // block), -(-vocab_size // tokens))
@@ -161,7 +160,7 @@ def test_linear_opcheck(has_targets, keeps_state):
     targets = torch.tensor([[1, 2, 3], [4, 5, 6]]).unsqueeze(-1) if has_targets else None
     hidden, weight, bias = learned
     head = (*LogitRows(hidden, temperature=0.7, mask=random_mask(2, 3, 50)), weight, bias, targets, "allowed")
-    arguments = (*head, 4, "softmax", None, has_targets, keeps_state)
+    arguments = (*head, 4, "softmax", None, "last" if has_targets else None, keeps_state)
     torch.library.opcheck(torch.ops.fused_topk.linear_topk.default, arguments)
 
 
@@ -198,35 +197,37 @@ def test_linear_fake_tensors():
 
     with FakeTensorMode():
         hidden, weight = torch.empty(3, 4, 8, dtype=torch.bfloat16), torch.empty(99, 8, dtype=torch.bfloat16)
-        found = fused_topk.linear_softmax_topk(hidden, weight, 5, targets=torch.empty(3, 4, dtype=torch.int64))
+        tokens = torch.empty(3, 4, dtype=torch.int64)
+        found = fused_topk.linear_token_logprobs(hidden, weight, tokens, k=5, ranks=True)
         of_logits = fused_topk.linear_topk(hidden, weight, 5)
     assert [(tuple(x.shape), x.dtype) for x in of_logits] == [((3, 4, 5), torch.bfloat16), ((3, 4, 5), torch.int64)]
-    assert [(tuple(x.shape), x.dtype) for x in found] == [
-        ((3, 4, 5), torch.float32),
-        ((3, 4, 5), torch.int64),
+    assert [(tuple(x.shape), x.dtype) for x in flat(found)] == [
         ((3, 4), torch.float32),
         ((3, 4), torch.float32),
         ((3, 4), torch.int64),
+        ((3, 4, 5), torch.float32),
+        ((3, 4, 5), torch.int64),
+        ((3, 4), torch.float32),
     ]
 
 
 def test_linear_vmap_and_grad():
     hidden, weight, bias = exact_head((4, 3), 8, 50, torch.float32)
-    targets = torch.arange(12).view(4, 3)
+    tokens = torch.arange(12).view(4, 3)
 
-    def function(hidden, weight, targets):
-        return fused_topk.linear_softmax_topk(hidden, weight, 5, bias, targets=targets)
+    def function(hidden, weight, tokens):
+        return tuple(flat(fused_topk.linear_token_logprobs(hidden, weight, tokens, bias, k=5, ranks=True)))
 
-    whole = function(hidden, weight, targets)
-    for got, want in zip(torch.vmap(function, (0, None, 0))(hidden, weight, targets), whole):
+    whole = function(hidden, weight, tokens)
+    for got, want in zip(torch.vmap(function, (0, None, 0))(hidden, weight, tokens), whole):
         torch.testing.assert_close(got, want)
     heads = torch.stack([weight, -weight])
-    of_heads = torch.vmap(function, (None, 0, None))(hidden, heads, targets)
-    for got, want in zip(of_heads, zip(whole, function(hidden, -weight, targets))):
+    of_heads = torch.vmap(function, (None, 0, None))(hidden, heads, tokens)
+    for got, want in zip(of_heads, zip(whole, function(hidden, -weight, tokens))):
         torch.testing.assert_close(got, torch.stack(want))
 
     def loss(hidden):
-        return function(hidden, weight, targets).target_logprobs.sum()
+        return function(hidden, weight, tokens)[0].sum()
 
     given = hidden.clone().requires_grad_()
     loss(given).backward()

@@ -13,7 +13,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 import transformers
 
 from decoding import one_thread, tiny  # noqa: F401
-from fused_topk.generation import lm_head, next_token_topk, text_topk_logprobs, topk_logprobs
+from fused_topk import token_logprobs
+from fused_topk.generation import lm_head, next_token_topk, text_token_logprobs
 
 SIZES = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -85,38 +86,47 @@ def test_a_model_may_ask_whether_its_logits_require_a_gradient(learned):
         return output
 
     model.forward = asking
-    found = text_topk_logprobs(model, ids, 5)
-    assert torch.equal(found.indices, topk_logprobs(model(input_ids=ids).logits, 5).indices)
-    torch.testing.assert_close(found.values, topk_logprobs(model(input_ids=ids).logits, 5).values, rtol=0, atol=4e-6)
-    assert found.values.requires_grad == (learned != "none")
+    found = text_token_logprobs(model, ids, ids, k=5)
+    want = token_logprobs(model(input_ids=ids).logits, ids, k=5)
+    assert torch.equal(found.topk.indices, want.topk.indices)
+    torch.testing.assert_close(found.topk.values, want.topk.values, rtol=0, atol=4e-6)
+    torch.testing.assert_close(found.logprobs, want.logprobs, rtol=0, atol=4e-6)
+    assert found.logprobs.requires_grad == (learned != "none")
+
+
+def assert_same(found, want):
+    assert torch.equal(found.topk.indices, want.topk.indices) and torch.equal(found.ranks, want.ranks)
+    for got, exact in zip(
+        (found.logprobs, found.logsumexp, found.topk.values), (want.logprobs, want.logsumexp, want.topk.values)
+    ):
+        torch.testing.assert_close(got.double(), exact, rtol=0, atol=4e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_text_topk_logprobs(kind):
+@pytest.mark.parametrize("ties", ["index", "last"])
+def test_text_token_logprobs(kind, ties):
     model, ids = model_of(kind), tokens()
-    targets = ids.roll(-1, 1)
-    targets[:, -1] = -100
+    following = ids.roll(-1, 1)
+    following[:, -1] = -100
+    wanted = {"k": 5, "ranks": True, "ties": ties, "temperature": 0.7}
     with torch.no_grad():
-        found = text_topk_logprobs(model, ids, 5, targets)
-        several = text_topk_logprobs(model, ids, 5, found.indices)
-    want = topk_logprobs(logits_of(model, ids).double(), 5, targets)
-    assert torch.equal(found.indices, want.indices) and torch.equal(found.target_ranks, want.target_ranks)
-    for name in ("values", "logsumexp", "target_logprobs"):
-        torch.testing.assert_close(
-            getattr(found, name).double(), getattr(want, name), rtol=0, atol=4e-6, equal_nan=True
-        )
-    assert several.target_ranks is None
-    torch.testing.assert_close(several.target_logprobs, found.values, rtol=0, atol=2e-6)
-    assert torch.equal(next_token_topk(model, ids, 5).indices, want.indices[:, -1])
+        found = text_token_logprobs(model, ids, following, **wanted)
+        several = text_token_logprobs(model, ids, found.topk.indices, temperature=0.7)
+    want = token_logprobs(logits_of(model, ids).double(), following, **wanted)
+    assert_same(found, want)
+    assert several.ranks is None and several.topk is None
+    torch.testing.assert_close(several.logprobs, found.topk.values, rtol=0, atol=2e-6)
+    assert torch.equal(next_token_topk(model, ids, 5).indices, want.topk.indices[:, -1])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_text_topk_logprobs_gradients(kind):
+def test_text_token_logprobs_gradients(kind):
+    """Of the text's own tokens."""
     model, ids = model_of(kind), tokens()
     stock = copy.deepcopy(model)
-    targets = ids.roll(-1, 1)
-    text_topk_logprobs(model, ids, 1, targets).target_logprobs.sum().backward()
-    stock(input_ids=ids).logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).sum().backward()
+    text_token_logprobs(model, ids).logprobs[:, :-1].sum().backward()
+    logits = stock(input_ids=ids).logits[:, :-1]
+    logits.log_softmax(-1).gather(-1, ids[:, 1:].unsqueeze(-1)).sum().backward()
     for (name, got), want in zip(model.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -146,7 +156,7 @@ def rounded(model):
 
 
 @pytest.mark.parametrize("where", ["call", "forward", "call, not the head"])
-def test_text_topk_logprobs_under_autocast(where):
+def test_text_token_logprobs_under_autocast(where):
     """Log-probabilities are those of the logits that the model has: autocast counts as it is at the head."""
     model, ids = rounded(model_of("llama")), tokens()
     if where == "forward":
@@ -155,7 +165,7 @@ def test_text_topk_logprobs_under_autocast(where):
         # Hooks of the head itself would make it run the stock way.
         model.model.register_forward_hook(lambda *_: torch.set_autocast_enabled("cpu", False))
         model.register_forward_hook(lambda *_: torch.set_autocast_enabled("cpu", True))
-    targets = ids.roll(-1, 1)
+    following = ids.roll(-1, 1)
 
     def call(run):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where != "forward"):
@@ -164,12 +174,9 @@ def test_text_topk_logprobs_under_autocast(where):
     stock = copy.deepcopy(model)
     logits = call(lambda: stock(input_ids=ids).logits)
     assert logits.dtype == (torch.float32 if where == "call, not the head" else torch.bfloat16)
-    found = call(lambda: text_topk_logprobs(model, ids, 5, targets))
+    found = call(lambda: text_token_logprobs(model, ids, following, k=5, ranks=True))
     assert model not in lm_head._refused
-    want = topk_logprobs(logits.double(), 5, targets)
-    assert torch.equal(found.indices, want.indices) and torch.equal(found.target_ranks, want.target_ranks)
-    for name in ("values", "logsumexp", "target_logprobs"):
-        torch.testing.assert_close(getattr(found, name).double(), getattr(want, name), rtol=0, atol=4e-6)
+    assert_same(found, token_logprobs(logits.double(), following, k=5, ranks=True))
     best = call(lambda: next_token_topk(model, ids, 5))
-    assert torch.equal(best.indices, found.indices[:, -1])
-    torch.testing.assert_close(best.values, found.values[:, -1].detach(), rtol=0, atol=1e-6)
+    assert torch.equal(best.indices, found.topk.indices[:, -1])
+    torch.testing.assert_close(best.values, found.topk.values[:, -1].detach(), rtol=0, atol=1e-6)

@@ -59,8 +59,8 @@ def test_arguments_are_checked_while_another_thread_compiles():
             fused_topk.softmax_topk(logits, 3, temperature=torch.tensor([1.0, torch.nan]))
         with pytest.raises(ValueError, match="overlap"):
             fused_topk.topk(logits, 3, out=(logits[:, :3], torch.empty(2, 3, dtype=torch.int64)))
-        with pytest.raises(ValueError, match="targets"):
-            fused_topk.linear_log_softmax_topk(logits, torch.randn(9, 50), 3, targets=torch.tensor([1, 9]))
+        with pytest.raises(ValueError, match="tokens"):
+            fused_topk.linear_token_logprobs(logits, torch.randn(9, 50), torch.tensor([1, 9]))
 
 
 def test_steps_are_fused_while_another_thread_compiles(threads):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fused_topk
+from contract_results import flat
 from linear_heads import exact_head
 from rows import packed, random_logits, random_mask
 
@@ -58,8 +59,12 @@ def _head():
     return inputs | {name: x for name, x in _logits_and_settings().items() if name != "logits"}
 
 
-def _with_targets(inputs):
-    return inputs | {"targets": torch.arange(COUNT * 4).view(COUNT, 4) * 5}
+def _with_tokens(inputs):
+    return inputs | {"tokens": torch.arange(COUNT * 4).view(COUNT, 4) * 5}
+
+
+def _of_tokens(inputs, entry):
+    return tuple(flat(getattr(fused_topk, entry)(k=5, ranks=True, **inputs)))
 
 
 def _packed(inputs):
@@ -73,7 +78,7 @@ CALLS = {
         _packed(_logits_and_settings()),
         lambda x: _row_topk(x, "log_softmax_topk", normalize="all"),
     ),
-    "log_softmax_topk, targets": (_with_targets(_logits_and_settings()), lambda x: _row_topk(x, "log_softmax_topk")),
+    "token_logprobs": (_with_tokens(_logits_and_settings()), lambda x: _of_tokens(x, "token_logprobs")),
     "topk_state": (_logits_and_settings(), lambda x: _row_topk(x, "topk_state")),
     "beam_topk": (_logits_and_settings(), lambda x: _beam_topk({n: t.unsqueeze(0) for n, t in x.items()})),
     "log_softmax": (
@@ -81,7 +86,10 @@ CALLS = {
         lambda x: (fused_topk.log_softmax(x.pop("logits"), **x),),
     ),
     "linear_log_softmax_topk": (_head(), _linear_topk),
-    "linear_log_softmax_topk, targets, packed": (_with_targets(_packed(_head())), _linear_topk),
+    "linear_token_logprobs, packed": (
+        _with_tokens(_packed(_head())),
+        lambda x: _of_tokens(x, "linear_token_logprobs"),
+    ),
     "merge_topk": (_parts(), _merge_topk),
 }
 CALLS["beam_topk"][0]["beam_scores"] = random_logits(COUNT, 4, seed=3)

@@ -47,7 +47,7 @@ def head(case: Case, device: torch.device) -> Function:
 
 def train(case: Case, device: torch.device) -> Function:
     def logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Any:
-        return fused_topk.linear_log_softmax_topk(hidden, weight, 1, targets=tokens).target_logprobs
+        return fused_topk.linear_token_logprobs(hidden, weight, tokens).logprobs
 
     return step_of(case, device, logprobs)
 

@@ -9,13 +9,14 @@ with NCCL on GPUs and Gloo on CPUs.
 """
 
 from .functions import beam_topk, log_softmax_topk, softmax_topk, topk
-from .linear import linear_log_softmax_topk, linear_softmax_topk, linear_topk
+from .linear import linear_log_softmax_topk, linear_softmax_topk, linear_token_logprobs, linear_topk
 from .sampling import sample
 
 __all__ = [
     "beam_topk",
     "linear_log_softmax_topk",
     "linear_softmax_topk",
+    "linear_token_logprobs",
     "linear_topk",
     "log_softmax_topk",
     "sample",

@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 from ..arguments import (
     check_backend,
     check_beam_scores,
+    check_common_normalize,
     check_k,
     check_logits,
     check_normalize,
-    check_normalize_of_beams,
 )
 from ..operators import calls
 from ..problem import TopK, TopKLogits, result_dtype
@@ -144,7 +144,7 @@ def beam_topk(
     """
     check_logits(local_logits, "local_logits")
     check_beam_scores(beam_scores, local_logits)
-    check_normalize_of_beams(normalize)
+    check_common_normalize(normalize, "beam_topk")
     beams = local_logits.shape[1]
     call = gather_states(local_logits, k, group, temperature, mask, normalize, backend, of_row=beams)
     parts, vocab_size = call.parts, call.vocab_size

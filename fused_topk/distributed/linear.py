@@ -8,19 +8,30 @@ processes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import check_backend, check_head, check_hidden, check_k, check_normalize, check_start, logits_of_head
+from ..arguments import (
+    check_backend,
+    check_common_normalize,
+    check_head,
+    check_hidden,
+    check_k,
+    check_list,
+    check_normalize,
+    check_start,
+    logits_of_head,
+)
 from ..functional import autocast
-from ..functional.targets import check_targets
+from ..functional.tokens import check_tokens
+from ..gone import refuse
 from ..operators import calls, linear
 from ..operators.dispatch import need_dispatcher
 from ..operators.gradients import save_rows, saved_rows
-from ..problem import LinearProblem, TargetTopK, TopK, TopKLogits, result_dtype
+from ..problem import LinearProblem, TokenLogprobs, TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows
 from ..rows import ROWS_FIELDS, LogitRows
 from .collective import group_of
@@ -37,14 +48,13 @@ def linear_softmax_topk(
     k: int,
     local_bias: Tensor | None = None,
     *,
-    group: Any = None,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
-    targets: Tensor | None = None,
-    start: int | None = None,
     backend: str | None = None,
-) -> TopK | TargetTopK:
+    group: Any = None,
+    **gone: NoReturn,
+) -> TopK:
     """The k largest probabilities of an LM head whose rows are spread over the processes of a group, the same on every process.
 
     >>> linear_softmax_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
@@ -59,36 +69,29 @@ def linear_softmax_topk(
             sharded over its first dimension. Processes may have different numbers of rows, also none.
         k: the number of results per row, 1 <= k <= V, the sum of all V_local.
         local_bias: shape (V_local,), this process's part of the bias. None on all processes, or on none.
-        group: the process group; None: all processes.
         temperature: a positive number, or a tensor with one number per row, the same on all processes.
         mask: the tokens of this process that may be chosen, as for logits of shape (..., V_local).
         normalize: "allowed", "all" or "topk".
-        targets: int64 (...) or (..., n), tokens of the whole vocabulary, the same on all processes. A negative number
-            stands for no target. None: no targets.
-        start: the token of this process's first row, which is the number of rows that the processes before it have; needed where
-            there are targets. Nothing compares it with their numbers of rows.
         backend: None, "cuda", "cpu" or "reference".
+        group: the process group; None: all processes.
 
     Returns:
-        TopK, or with targets TargetTopK, as :func:`fused_topk.linear_softmax_topk` returns them for the whole weight. But
-        target_ranks is None: to count the tokens before a target, each process would need the target's logit ahead, which takes
-        a collective of its own.
+        TopK, as :func:`fused_topk.linear_softmax_topk` returns it for the whole weight.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_topk.linear_softmax_topk` and :func:`softmax_topk`.
 
     Contract:
         Order, ties and special values: those of :func:`fused_topk.softmax_topk` for the logits that the processes compute. The
-        collective takes at most 8 + 12 k bytes a row from each process, a logit for each target, and 16 bytes a call,
-        rounded up on a CPU as :func:`softmax_topk` has it.
-        Targets of V or more are not looked for: their log-probability is NaN.
-        Values, logsumexp and target_logprobs are differentiable, once, with respect to hidden, local_weight and local_bias. The
-        gradients are those of a loss that every process computes alike from the result. The backward pass sums the gradient of
+        collective takes at most 8 + 12 k bytes a row from each process, and 16 bytes a call, rounded up on a CPU as
+        :func:`softmax_topk` has it.
+        Values and logsumexp are differentiable, once, with respect to hidden, local_weight and local_bias. The gradients are those of a loss that every process computes alike from the result. The backward pass sums the gradient of
         `hidden` over the processes, in one all-reduce.
     """
-    return _linear(
-        "softmax", hidden, local_weight, k, local_bias, group, temperature, mask, normalize, targets, start, backend
-    )
+    if gone:
+        refuse("linear_softmax_topk", gone)
+    found = _linear("softmax", hidden, local_weight, k, local_bias, temperature, mask, normalize, backend, group)
+    return TopK(*found[:3])
 
 
 def linear_log_softmax_topk(
@@ -97,23 +100,23 @@ def linear_log_softmax_topk(
     k: int,
     local_bias: Tensor | None = None,
     *,
-    group: Any = None,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
-    targets: Tensor | None = None,
-    start: int | None = None,
     backend: str | None = None,
-) -> TopK | TargetTopK:
+    group: Any = None,
+    **gone: NoReturn,
+) -> TopK:
     """The k largest log-probabilities of an LM head whose rows are spread over the processes of a group.
 
     >>> linear_log_softmax_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
 
     Arguments, result and contract are those of :func:`linear_softmax_topk`.
     """
-    return _linear(
-        "log_softmax", hidden, local_weight, k, local_bias, group, temperature, mask, normalize, targets, start, backend
-    )
+    if gone:
+        refuse("linear_log_softmax_topk", gone)
+    found = _linear("log_softmax", hidden, local_weight, k, local_bias, temperature, mask, normalize, backend, group)
+    return TopK(*found[:3])
 
 
 def linear_topk(
@@ -122,9 +125,10 @@ def linear_topk(
     k: int,
     local_bias: Tensor | None = None,
     *,
-    group: Any = None,
     mask: Tensor | None = None,
     backend: str | None = None,
+    group: Any = None,
+    **gone: NoReturn,
 ) -> TopKLogits:
     """The k largest logits themselves of an LM head whose rows are spread over the processes of a group.
 
@@ -132,10 +136,65 @@ def linear_topk(
 
     Arguments, errors and contract are those of :func:`linear_softmax_topk`, the result is that of :func:`fused_topk.linear_topk`.
     """
-    values, indices, *_ = _linear(
-        "logits", hidden, local_weight, k, local_bias, group, 1.0, mask, "allowed", None, None, backend
+    if gone:
+        refuse("linear_topk", gone)
+    found = _linear("logits", hidden, local_weight, k, local_bias, 1.0, mask, "allowed", backend, group)
+    return TopKLogits(*found[:2])
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    local_weight: Tensor,
+    tokens: Tensor,
+    local_bias: Tensor | None = None,
+    *,
+    start: int,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    k: int = 0,
+    backend: str | None = None,
+    group: Any = None,
+) -> TokenLogprobs:
+    """The log-probabilities of given tokens, of an LM head whose rows are spread over the processes of a group.
+
+    >>> linear_token_logprobs(hidden, local_weight, tokens, start=rank * len(local_weight)).logprobs  # doctest: +SKIP
+
+    The other arguments, errors and contract are those of :func:`linear_softmax_topk`, the result is that of
+    :func:`fused_topk.linear_token_logprobs`, without ranks: to count the tokens before a given one, each process would need its
+    logit ahead, which takes a collective of its own.
+
+    Args:
+        tokens: int64 (...) or (..., n), tokens of the whole vocabulary, the same on all processes. A negative number stands for
+            none.
+        start: the token of this process's first row: how many rows the processes before it have. Nothing compares it with their
+            numbers of rows.
+        normalize: "allowed" or "all".
+        k: how many of the row's best tokens to return as well; 0 for none.
+
+    Contract:
+        The collective takes a logit for each token as well. Tokens of V or more are not looked for: their log-probability is NaN.
+    """
+    check_common_normalize(normalize, "linear_token_logprobs")
+    check_list("k", k, 2**31 - 1, "what an exchange takes")
+    found = _linear(
+        "log_softmax",
+        hidden,
+        local_weight,
+        k or 1,
+        local_bias,
+        temperature,
+        mask,
+        normalize,
+        backend,
+        group,
+        tokens,
+        start,
     )
-    return TopKLogits(values, indices)
+    best, indices, logsumexp, logprobs = found
+    if tokens.dim() < hidden.dim():
+        logprobs = logprobs.squeeze(-1)
+    return TokenLogprobs(logprobs, logsumexp, None, TopK(best, indices, logsumexp) if k else None)
 
 
 class _Settings(NamedTuple):
@@ -155,14 +214,15 @@ def _linear(
     weight: Tensor,
     k: int,
     bias: Tensor | None,
-    group: Any,
     temperature: float | Tensor,
     mask: Tensor | None,
     normalize: str,
-    targets: Tensor | None,
-    start: int | None,
     backend: str | None,
-) -> TopK | TargetTopK:
+    group: Any,
+    tokens: Tensor | None = None,
+    start: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of :class:`_Head`."""
     group = group_of(group)
     check_hidden(hidden)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
@@ -172,27 +232,16 @@ def _linear(
     check_backend(backend)
     logits = logits_of_head(hidden, weight)
     rows = check_rows(logits, temperature, mask, may_be_empty=True).with_logits(hidden)
-    if start is not None:
-        check_start(start)
-    is_one_each = False
-    if targets is not None:
-        check_targets(targets, logits, is_part=True)
-        if start is None:
-            raise ValueError(
-                "`start` must be the token of this process's first row where `targets` are given, got None; without it no "
-                "process knows which targets are its own"
-            )
-        is_one_each = targets.dim() == hidden.dim() - 1
-        if is_one_each:
-            targets = targets.unsqueeze(-1)
-    settings = _Settings(k, values, normalize, backend, group, start or 0)
+    check_start(start)
+    if tokens is not None:
+        check_tokens(tokens, logits, is_part=True)
+        if tokens.dim() < hidden.dim():
+            tokens = tokens.unsqueeze(-1)
+    settings = _Settings(k, values, normalize, backend, group, start)
     _, *of_rows = rows
-    best, indices, logsumexp, logprobs = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, settings, *of_rows
-    )
-    if targets is None:
-        return TopK(best, indices, logsumexp)
-    return TargetTopK(best, indices, logsumexp, logprobs.squeeze(-1) if is_one_each else logprobs, None)
+    found: Any = _Head.apply(hidden, weight, bias, tokens, settings, *of_rows)  # type: ignore[no-untyped-call]
+    best, indices, logsumexp, logprobs = found
+    return best, indices, logsumexp, logprobs
 
 
 class _Head(torch.autograd.Function):
@@ -283,7 +332,7 @@ def _state(head: LinearProblem, k: int, backend: str | None) -> tuple[TopK, Tens
         needs_torch = need_dispatcher(*rows.tensors(), weight, bias, targets)
         run: Any = _linear_topk if needs_torch else linear.linear_topk
         call = (*rows, weight, bias, targets, normalize)
-        logits, indices, _, of_targets, _, normalizer = run(*call, held, "state", backend, False, True)
+        logits, indices, _, of_targets, _, normalizer = run(*call, held, "state", backend, None, True)
         if head.targets is not None:
             own_logits = of_targets.to(hidden.dtype)
     else:

@@ -13,14 +13,15 @@ Where the list turns out too short, as it may for top_p alone, the logits are ga
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_backend, check_flags, check_k, check_logits
+from ..arguments import check_backend, check_flags, check_k, check_list, check_logits
 from ..backends.reference_sampling import column
 from ..functional import sampling as of_rows
+from ..gone import refuse
 from ..layout.topk_choice import MAX_K
 from ..operators import calls
 from ..problem import Sample, TopK
@@ -52,6 +53,7 @@ def sample(
     logprobs: str = "model",
     kept: bool = False,
     backend: str | None = None,
+    **gone: NoReturn,
 ) -> Sample:
     """Tokens drawn from the whole vocabulary, the same on every process of the group.
 
@@ -91,11 +93,13 @@ def sample(
         On a CPU a call of more bytes than the one before it has one more collective, as for :func:`softmax_topk`.
         With top_k, top_p or min_p a call waits for the device. It does not serve torch.compile and CUDA graphs.
     """
+    if gone:
+        refuse("sample", gone)
     group = group_of(group)
     check_logits(local_logits, "local_logits")
     check_backend(backend)
     check_k(num_samples, 2**31 - 1, "samples of a row", "num_samples")
-    of_rows.check_topk(topk, 2**31 - 1, "what an exchange takes")
+    check_list("topk", topk, 2**31 - 1, "what an exchange takes")
     of_rows.check_logprobs(logprobs)
     *lead, length_here = local_logits.shape
     rows = local_logits.shape[:-1].numel()

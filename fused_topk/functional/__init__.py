@@ -5,12 +5,13 @@
 
 from .beam_topk import beam_topk
 from .full_rows import log_softmax, logsumexp, softmax
-from .linear import linear_log_softmax_topk, linear_softmax_topk, linear_topk
+from .linear import linear_log_softmax_topk, linear_softmax_topk, linear_token_logprobs, linear_topk
 from .linear_sampling import linear_sample
 from .merging import merge_states, merge_topk, topk_state
 from .routing import router_topk
 from .row_topk import log_softmax_topk, softmax_topk, topk
 from .sampling import sample
+from .tokens import token_logprobs
 from .warming import warm_up
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "linear_log_softmax_topk",
     "linear_sample",
     "linear_softmax_topk",
+    "linear_token_logprobs",
     "linear_topk",
     "log_softmax",
     "log_softmax_topk",
@@ -28,6 +30,7 @@ __all__ = [
     "sample",
     "softmax",
     "softmax_topk",
+    "token_logprobs",
     "topk",
     "topk_state",
     "warm_up",

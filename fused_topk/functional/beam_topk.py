@@ -8,9 +8,9 @@ from torch import Tensor
 from ..arguments import (
     check_backend,
     check_beam_scores,
+    check_common_normalize,
     check_k,
     check_logits,
-    check_normalize_of_beams,
     check_whole_rows,
     is_distributed,
 )
@@ -59,7 +59,7 @@ def beam_topk(
         beam in the order of its logits. So a beam contributes its best tokens even if its score is so low that all of its
         sums round to the same number. The rest of the contract is that of :func:`softmax_topk`.
     """
-    check_normalize_of_beams(normalize)
+    check_common_normalize(normalize, "beam_topk")
     check_backend(backend)
     if is_distributed(logits):
         from ..distributed import dtensors

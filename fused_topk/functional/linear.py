@@ -3,24 +3,34 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_backend, check_head, check_hidden, check_k, check_normalize, logits_of_head
-from ..operators import linear, transforms
+from ..arguments import (
+    check_backend,
+    check_common_normalize,
+    check_flags,
+    check_head,
+    check_hidden,
+    check_k,
+    check_list,
+    check_normalize,
+    logits_of_head,
+)
+from ..gone import refuse
+from ..operators import linear, linear_pieces, transforms
 from ..operators.dispatch import transform_is_active, way_of_call
-from ..problem import TargetTopK, TopK, TopKLogits
+from ..problem import TokenLogprobs, TopK, TopKLogits
 from ..row_arguments import check_rows
 from ..rows import LogitRows
 from . import autocast
-from .targets import check_targets
+from .tokens import check_ties, check_tokens
 
 _linear_topk = torch.ops.fused_topk.linear_topk.default
 
 
-@overload
 def linear_softmax_topk(
     hidden: Tensor,
     weight: Tensor,
@@ -30,38 +40,9 @@ def linear_softmax_topk(
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
-    targets: None = None,
     backend: str | None = None,
-) -> TopK: ...
-
-
-@overload
-def linear_softmax_topk(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
-    bias: Tensor | None = None,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    normalize: str = "allowed",
-    targets: Tensor,
-    backend: str | None = None,
-) -> TargetTopK: ...
-
-
-def linear_softmax_topk(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
-    bias: Tensor | None = None,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    normalize: str = "allowed",
-    targets: Tensor | None = None,
-    backend: str | None = None,
-) -> TopK | TargetTopK:
+    **gone: NoReturn,
+) -> TopK:
     """The k largest probabilities of the logits `hidden @ weight.T + bias`, which are never all in memory.
 
     >>> linear_softmax_topk(torch.tensor([[2.0, 3.0]]), torch.eye(2), k=1).indices
@@ -80,14 +61,10 @@ def linear_softmax_topk(
             arguments are those of :func:`softmax_topk`, for the head's logits of shape (..., V).
         mask: the tokens that may be chosen, bool or packed int32.
         normalize: "allowed", "all" or "topk".
-        targets: int64 (...), one token for each row; or (..., n), n tokens for each row, such as a teacher's best ones. A
-            negative number, such as -100, stands for no target. None: no targets.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
-        TopK with values float32 (..., k), indices int64 (..., k) and logsumexp float32 (...). With targets TargetTopK, which
-        also has target_logprobs, float32 of the targets' shape, NaN where there is no target, and target_ranks int64 (...),
-        1 for the best token, 0 where there is no target; None for targets of shape (..., n). float64 hidden states give
+        TopK with values float32 (..., k), indices int64 (..., k) and logsumexp float32 (...). float64 hidden states give
         float64.
 
     Raises:
@@ -98,54 +75,21 @@ def linear_softmax_topk(
     Contract:
         Logits: summed in float32 (float64 for float64), with the bias, and rounded to the dtype of `hidden`, as a linear layer
         gives them. The order of the sums is the library's. On the CPU a native kernel multiplies up to 32 rows of float32 or
-        bfloat16 if rows * k <= 4096 and no targets are given. It sums every row in one order, so
+        bfloat16 if rows * k <= 4096. It sums every row in one order, so
         that a row's results do not depend on the rows beside it. Otherwise sums may differ in the last place with the number
         of rows, and logits that are nearly equal may change places.
         Order, ties, special values: those of :func:`softmax_topk`, for these logits.
         Memory: at most 64 MB beyond the result, whatever the rows and the vocabulary; in the backward pass, too.
-        Targets: their log-probabilities are relative to the allowed tokens, or with normalize="all" to all tokens. A target that
-        is not allowed has -inf. A rank is 1 + the number of allowed tokens that come before the target. Where the logits do not fit
-        into one piece, a token whose logit differs from the target's by no more than the rounding of their sums may be
-        counted either way. In a row with NaN ranks mean nothing. Targets of V or more raise on the CPU, and must not occur on
-        a GPU.
         Does not wait for the device. Can be captured in a CUDA graph and compiled with fullgraph=True.
         torch.autocast: hidden, weight and bias are converted as for a linear layer, at each call. A converted copy counts as an
         argument, not towards the 64 MB.
-        Values, logsumexp and target_logprobs are differentiable, once, with respect to hidden, weight and bias. The logits are
-        computed again in the backward pass. A weight of 16 bits has its gradient rounded once for each 256 rows (2048 on a
-        GPU), or fewer where H, or k and the number of targets, are large.
+        Values and logsumexp are differentiable, once, with respect to hidden, weight and bias. The logits are computed again in
+        the backward pass. A weight of 16 bits has its gradient rounded once for each 256 rows (2048 on a GPU), or fewer where H or
+        k is large.
     """
-    return _linear("softmax", hidden, weight, k, bias, temperature, mask, normalize, targets, backend)
-
-
-@overload
-def linear_log_softmax_topk(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
-    bias: Tensor | None = None,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    normalize: str = "allowed",
-    targets: None = None,
-    backend: str | None = None,
-) -> TopK: ...
-
-
-@overload
-def linear_log_softmax_topk(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
-    bias: Tensor | None = None,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    normalize: str = "allowed",
-    targets: Tensor,
-    backend: str | None = None,
-) -> TargetTopK: ...
+    if gone:
+        refuse("linear_softmax_topk", gone)
+    return TopK(*_linear("softmax", hidden, weight, k, bias, temperature, mask, normalize, backend)[:3])
 
 
 def linear_log_softmax_topk(
@@ -157,9 +101,9 @@ def linear_log_softmax_topk(
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
-    targets: Tensor | None = None,
     backend: str | None = None,
-) -> TopK | TargetTopK:
+    **gone: NoReturn,
+) -> TopK:
     """The k largest log-probabilities of the logits `hidden @ weight.T + bias`, which are never all in memory.
 
     >>> linear_log_softmax_topk(torch.tensor([[2.0, 3.0]]), torch.eye(2), k=1).values
@@ -175,16 +119,17 @@ def linear_log_softmax_topk(
         temperature: a positive number, or a tensor with one number per row.
         mask: the tokens that may be chosen, bool or packed int32.
         normalize: "allowed", "all" or "topk".
-        targets: int64 (...) or (..., n), tokens whose log-probabilities are wanted, or None.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
-        TopK, or with targets TargetTopK.
+        TopK.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
     """
-    return _linear("log_softmax", hidden, weight, k, bias, temperature, mask, normalize, targets, backend)
+    if gone:
+        refuse("linear_log_softmax_topk", gone)
+    return TopK(*_linear("log_softmax", hidden, weight, k, bias, temperature, mask, normalize, backend)[:3])
 
 
 def linear_topk(
@@ -195,6 +140,7 @@ def linear_topk(
     *,
     mask: Tensor | None = None,
     backend: str | None = None,
+    **gone: NoReturn,
 ) -> TopKLogits:
     """The k largest of the logits `hidden @ weight.T + bias` themselves, which are never all in memory.
 
@@ -217,8 +163,83 @@ def linear_topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
     """
-    values, indices, *_ = _linear("logits", hidden, weight, k, bias, 1.0, mask, "allowed", None, backend)
+    if gone:
+        refuse("linear_topk", gone)
+    values, indices, *_ = _linear("logits", hidden, weight, k, bias, 1.0, mask, "allowed", backend)
     return TopKLogits(values, indices)
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    k: int = 0,
+    ranks: bool = False,
+    ties: str = "index",
+    backend: str | None = None,
+) -> TokenLogprobs:
+    """The log-probabilities of given tokens, of the logits `hidden @ weight.T + bias`, which are never all in memory.
+
+    >>> linear_token_logprobs(torch.tensor([[2.0, 3.0]]), torch.eye(2), torch.tensor([0])).logprobs
+    tensor([-1.3133])
+
+    As `token_logprobs(torch.nn.functional.linear(hidden, weight, bias), tokens)`.
+
+    Args:
+        hidden: (..., H); see :func:`linear_softmax_topk`, which describes the arguments but `tokens` and those of the result.
+        weight: (V, H).
+        tokens: int64 (...), or (..., n) for n tokens of each row, such as a teacher's best ones. A negative number, such as -100,
+            stands for none.
+        bias: (V,) or None.
+        temperature: a positive number, or a tensor with one number per row.
+        mask: the tokens that count, bool or packed int32.
+        normalize: "allowed" or "all".
+        k: how many of the row's best tokens to return as well, 0 <= k <= V.
+        ranks: whether to count the tokens' ranks.
+        ties: "index" or "last", as :func:`token_logprobs` has it.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TokenLogprobs, as :func:`token_logprobs` returns it.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
+
+    Contract:
+        That of :func:`linear_softmax_topk`. The log-probabilities, the logsumexp and the values of topk are differentiable, once, with
+        respect to hidden, weight and bias. Where the logits do not fit into one piece, a token whose logit differs from a given
+        one's by no more than the rounding of their sums may count in its rank either way. In a row with NaN ranks mean nothing.
+        Tokens of V or more raise on the CPU, and must not occur on a GPU, where nothing outside of the weight is read.
+    """
+    check_common_normalize(normalize, "linear_token_logprobs")
+    check_flags(ranks=ranks)
+    check_ties(ties)
+    check_hidden(hidden)
+    if isinstance(weight, Tensor) and weight.dim() == 2:
+        check_list("k", k, weight.shape[0])
+    found = _linear(
+        "log_softmax",
+        hidden,
+        weight,
+        k or 1,
+        bias,
+        temperature,
+        mask,
+        normalize,
+        backend,
+        tokens,
+        ties if ranks else None,
+    )
+    best, indices, logsumexp, logprobs, of_ranks, _ = found
+    if tokens.dim() < hidden.dim():
+        logprobs, of_ranks = logprobs.squeeze(-1), of_ranks.squeeze(-1)
+    topk = TopK(best, indices, logsumexp) if k else None
+    return TokenLogprobs(logprobs, logsumexp, of_ranks if ranks else None, topk)
 
 
 def _linear(
@@ -230,9 +251,11 @@ def _linear(
     temperature: float | Tensor,
     mask: Tensor | None,
     normalize: str,
-    targets: Tensor | None,
     backend: str | None,
-) -> TopK | TargetTopK:
+    tokens: Tensor | None = None,
+    ties: str | None = None,
+) -> linear_pieces.LinearResult:
+    """ties: None for no ranks."""
     check_hidden(hidden)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden)
@@ -241,25 +264,16 @@ def _linear(
     check_backend(backend)
     rows = LogitRows(hidden)
     # Without these arguments their checks are skipped, because they take a good part of the time of a call of one row.
-    logits = hidden
-    if type(temperature) is not float or temperature != 1.0 or mask is not None or targets is not None:
-        logits = logits_of_head(hidden, weight)
-        rows = check_rows(logits, temperature, mask).with_logits(hidden)
-    has_ranks = False
-    if targets is not None:
-        check_targets(targets, logits)
-        has_ranks = targets.dim() == hidden.dim() - 1
-        if has_ranks:
-            targets = targets.unsqueeze(-1)
+    if type(temperature) is not float or temperature != 1.0 or mask is not None:
+        rows = check_rows(logits_of_head(hidden, weight), temperature, mask).with_logits(hidden)
+    if tokens is not None:
+        check_tokens(tokens, logits_of_head(hidden, weight))
+        if tokens.dim() < hidden.dim():
+            tokens = tokens.unsqueeze(-1)
     run = way_of_call(
-        linear.linear_topk, _linear_topk, transforms.LinearTopk.apply, *rows.tensors(), weight, bias, targets
+        linear.linear_topk, _linear_topk, transforms.LinearTopk.apply, *rows.tensors(), weight, bias, tokens
     )
     learned = (hidden, weight) if bias is None else (hidden, weight, bias)
     keeps_state = transform_is_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in learned))
-    head = (*rows, weight, bias, targets, normalize)
-    best, indices, logsumexp, logprobs, ranks, _ = run(*head, k, values, backend, has_ranks, keeps_state)
-    if targets is None:
-        return TopK(best, indices, logsumexp)
-    if has_ranks:
-        return TargetTopK(best, indices, logsumexp, logprobs.squeeze(-1), ranks.squeeze(-1))
-    return TargetTopK(best, indices, logsumexp, logprobs, None)
+    found = run(*rows, weight, bias, tokens, normalize, k, values, backend, ties, keeps_state)
+    return linear_pieces.LinearResult(*found)

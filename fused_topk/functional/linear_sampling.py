@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from ..arguments import check_head, check_hidden, check_no_transform, logits_of_head
+from ..gone import refuse
 from ..operators import linear_sampling
 from ..operators.dispatch import need_dispatcher
 from ..problem import Sample, SampleProblem
@@ -33,6 +36,7 @@ def linear_sample(
     logprobs: str = "model",
     kept: bool = False,
     backend: str | None = None,
+    **gone: NoReturn,
 ) -> Sample:
     """Tokens drawn from the logits `hidden @ weight.T + bias`, which are never all in memory.
 
@@ -82,6 +86,8 @@ def linear_sample(
         torch.autocast: as for :func:`linear_softmax_topk`.
         Deterministic as the library's product is. Not differentiable.
     """
+    if gone:
+        refuse("linear_sample", gone)
     check_hidden(hidden)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden, of_shards="hidden @ weight.to_local().T to fused_topk.distributed.sample")

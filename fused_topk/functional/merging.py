@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..arguments import (
     check_start,
     check_tensor,
 )
+from ..gone import refuse
 from ..operators import calls
 from ..problem import TopK, TopKState, result_dtype
 from ..row_arguments import check_rows, check_temperature
@@ -124,6 +125,7 @@ def merge_topk(
     temperature: float | Tensor = 1.0,
     normalize: str = "allowed",
     backend: str | None = None,
+    **gone: NoReturn,
 ) -> TopK:
     """The k best of whole rows, from the states of their parts: what the unsharded call gives.
 
@@ -152,6 +154,8 @@ def merge_topk(
         formed as (x - m) / T - log d, so a large common offset of the logits costs no accuracy. The rest is the contract of
         :func:`softmax_topk`. Differentiable with respect to the parts' logits, m and d, except where a logit is -inf.
     """
+    if gone:
+        refuse("merge_topk", gone)
     check_choice("kind", kind, _KINDS)
     return TopK(*_merge(parts, k, temperature, kind, normalize, backend))
 

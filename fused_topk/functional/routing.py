@@ -5,13 +5,14 @@ operator where torch must see the call.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import backends
 from ..arguments import check_backend, check_dim, check_logits
+from ..gone import refuse
 from ..operators import calls
 from ..operators.dispatch import need_dispatcher
 from ..plans import router_plan, router_result
@@ -41,8 +42,9 @@ def router_topk(
     mask: Tensor | None = None,
     dim: int = -1,
     index_dtype: torch.dtype = torch.int64,
-    backend: str | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+    **gone: NoReturn,
 ) -> RouterTopK:
     """The k experts of each token and their weights, as mixtures of experts route: one launch, one read of the logits.
 
@@ -77,9 +79,9 @@ def router_topk(
         mask: the experts that may be chosen, bool or packed int32 as for :func:`softmax_topk`: others count as logits of -inf.
         dim: the dimension of the experts.
         index_dtype: torch.int64 or torch.int32, of the experts; written directly. `out` has its own.
+        out: (weights, experts) to write into instead of new tensors. They may have any strides.
         backend: None, "cuda", "cpu" or "reference", as for :func:`softmax_topk`. "cuda" and "cpu" take E <= 1024 and k <= 32,
             and no float64. None runs torch operations beyond that.
-        out: (weights, experts) to write into instead of new tensors. They may have any strides.
 
     Returns:
         RouterTopK with weights float32 (..., k), and experts (..., k), both with the k along `dim`. float64 logits give float64
@@ -106,6 +108,8 @@ def router_topk(
         The weights are differentiable with respect to the logits, as a function of the experts that are chosen: the choice has no
         gradient. That of the bias, which has an effect on the choice alone, is zero.
     """
+    if gone:
+        refuse("router_topk", gone)
     request: tuple[Any, ...] = (k, scoring, groups, topk_groups, group_score, renormalize)
     # Arguments of exactly these types can be the key of a cached plan. All others are checked below.
     if (

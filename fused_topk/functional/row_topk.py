@@ -5,7 +5,7 @@ torch must see the call.
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ from ..arguments import (
     check_whole_rows,
     is_distributed,
 )
+from ..gone import refuse
 from ..operators import calls
 from ..plans import TopkPlan, row_result, topk_plan
-from ..problem import TargetTopK, TopK, TopKLogits
+from ..problem import TopK, TopKLogits
 from ..row_arguments import check_rows, plain_rows, vocabulary_last
 from ..rows import LogitRows
 from .out import check_out, have_changed, is_plain_out
-from .targets import check_row_targets, check_target_ties, of_targets
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, TopKLogits, tuple)
@@ -34,7 +34,6 @@ _new = tuple.__new__  # quicker than a named tuple's own, which is written in Py
 _NO_LOGSUMEXP = torch.empty(0, device="cpu")
 
 
-@overload
 def softmax_topk(
     logits: Tensor,
     k: int,
@@ -44,44 +43,10 @@ def softmax_topk(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
-    targets: None = None,
-    target_ties: str = "index",
-    backend: str | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TopK: ...
-
-
-@overload
-def softmax_topk(
-    logits: Tensor,
-    k: int,
-    dim: int = -1,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    normalize: str = "allowed",
-    targets: Tensor,
-    target_ties: str = "index",
     backend: str | None = None,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TargetTopK: ...
-
-
-def softmax_topk(
-    logits: Tensor,
-    k: int,
-    dim: int = -1,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    normalize: str = "allowed",
-    targets: Tensor | None = None,
-    target_ties: str = "index",
-    backend: str | None = None,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TopK | TargetTopK:
+    **gone: NoReturn,
+) -> TopK:
     """The k largest probabilities of `softmax(logits / temperature)`, sorted, in one read of the logits.
 
     >>> softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).indices
@@ -105,22 +70,16 @@ def softmax_topk(
             is not read. The values of a CPU tensor are checked; those of a CUDA tensor are clamped.
         normalize: the tokens whose probabilities sum to 1. "allowed": the allowed tokens. "all": the whole row, up to its
             length, as if the mask came after softmax. "topk": the k chosen tokens.
-        targets: int64. One token for each row has the shape of `logits` without `dim`; n tokens for each row have the shape of
-            `logits` with n along `dim`. A negative number, such as -100, stands for no target. None: no targets.
-        target_ties: which of the tokens that tie with a target count in its rank. "index": those up to the target's own index.
-            The rank is then the target's place in the order below. "last": all of them, as inference engines count.
-        backend: None picks the fastest backend that works, and falls back to torch operations. "cuda", "cpu" (native)
-            and "reference" (torch operations) name one; if it does not work, the call raises.
         out: (values, indices, logsumexp) to write into instead of new tensors. They may have any strides, and may be
             interleaved. Contiguous int64 `indices` and contiguous other tensors are written in place. `indices` may
             also be int32: int64 indices are computed and copied.
+        backend: None picks the fastest backend that works, and falls back to torch operations. "cuda", "cpu" (native)
+            and "reference" (torch operations) name one; if it does not work, the call raises.
 
     Returns:
         TopK with values float32 (..., k), indices int64 (..., k), both with the k along `dim`, and logsumexp float32
         (...) of the scaled logits. The logsumexp is over the whole row with normalize="all", else over the allowed
-        tokens. float64 logits give float64 values and logsumexp. With targets :class:`TargetTopK`, which also has
-        target_logprobs, float32 of the targets' shape, NaN where there is no target, and target_ranks int64 (...), 1 for the
-        best token, 0 where there is no target; None for n targets a row.
+        tokens. float64 logits give float64 values and logsumexp.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -134,51 +93,13 @@ def softmax_topk(
         A row with NaN has NaN values and a NaN logsumexp. Another row with +inf has NaN values and the logsumexp +inf.
         A row of only -inf, or with no allowed token, has NaN values, the logsumexp -inf and the indices 0 ... k - 1.
         Deterministic: the same row gives the same bits in every call and in every batch.
-        Targets: their log-probabilities are relative to the allowed tokens, or with normalize="all" to all tokens. Each is
-        computed as a difference to the best token's. A target that is not allowed has the log-probability -inf, and the rank of
-        a logit of -inf. A rank is the number of tokens whose logit is greater than the target's, and of the equal ones that
-        `target_ties` counts; NaN is greater than all. Ranks need one more read of the row, mostly from the cache. So do
-        log-probabilities of targets, except in :func:`log_softmax_topk` without normalize="topk". Targets of V or more raise on
-        the CPU, and must not occur on a GPU.
         A call does not wait for the device, except the first call of a kernel on a GPU, which compiles and loads it.
         :func:`warm_up` does that ahead. Can be captured in a CUDA graph and compiled with fullgraph=True.
-        Values, logsumexp and target_logprobs are differentiable with respect to the logits.
+        Values and logsumexp are differentiable with respect to the logits.
     """
-    return _row("softmax", logits, k, dim, temperature, mask, lengths, normalize, targets, target_ties, backend, out)
-
-
-@overload
-def log_softmax_topk(
-    logits: Tensor,
-    k: int,
-    dim: int = -1,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    normalize: str = "allowed",
-    targets: None = None,
-    target_ties: str = "index",
-    backend: str | None = None,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TopK: ...
-
-
-@overload
-def log_softmax_topk(
-    logits: Tensor,
-    k: int,
-    dim: int = -1,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    normalize: str = "allowed",
-    targets: Tensor,
-    target_ties: str = "index",
-    backend: str | None = None,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TargetTopK: ...
+    if gone:
+        refuse("softmax_topk", gone)
+    return _row("softmax", logits, k, dim, temperature, mask, lengths, normalize, out, backend)
 
 
 def log_softmax_topk(
@@ -190,11 +111,10 @@ def log_softmax_topk(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
-    targets: Tensor | None = None,
-    target_ties: str = "index",
-    backend: str | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TopK | TargetTopK:
+    backend: str | None = None,
+    **gone: NoReturn,
+) -> TopK:
     """The k largest log-probabilities of `log_softmax(logits / temperature)`, sorted, in one read of the logits.
 
     >>> log_softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
@@ -211,20 +131,18 @@ def log_softmax_topk(
         mask: the tokens that may be chosen, bool or packed int32.
         lengths: how many of a row's first tokens there are, one number a row.
         normalize: "allowed", "all" (log-probabilities of the whole row, as in beam search) or "topk".
-        targets: int64, tokens whose log-probabilities and ranks are wanted, or None.
-        target_ties: "index" or "last".
-        backend: None, "cuda", "cpu" or "reference".
         out: (values, indices, logsumexp) to write into.
+        backend: None, "cuda", "cpu" or "reference".
 
     Returns:
-        TopK with values float32 (..., k), indices int64 (..., k), logsumexp float32 (...); or with targets TargetTopK.
+        TopK with values float32 (..., k), indices int64 (..., k), logsumexp float32 (...).
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    return _row(
-        "log_softmax", logits, k, dim, temperature, mask, lengths, normalize, targets, target_ties, backend, out
-    )
+    if gone:
+        refuse("log_softmax_topk", gone)
+    return _row("log_softmax", logits, k, dim, temperature, mask, lengths, normalize, out, backend)
 
 
 def topk(
@@ -236,6 +154,7 @@ def topk(
     lengths: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
+    **gone: NoReturn,
 ) -> TopKLogits:
     """The k largest logits themselves, sorted, in one read of the logits.
 
@@ -259,8 +178,9 @@ def topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    found: Any = _row("logits", logits, k, dim, 1.0, mask, lengths, "allowed", None, "index", backend, out)
-    values, indices, _ = found
+    if gone:
+        refuse("topk", gone)
+    values, indices, _ = _row("logits", logits, k, dim, 1.0, mask, lengths, "allowed", out, backend)
     return _new(TopKLogits, (values, indices))
 
 
@@ -273,11 +193,9 @@ def _row(
     mask: Tensor | None,
     lengths: Tensor | None,
     normalize: str,
-    targets: Tensor | None,
-    target_ties: str,
-    backend: str | None,
     out: tuple[Tensor, ...] | None,
-) -> TopK | TargetTopK:
+    backend: str | None,
+) -> TopK:
     # Arguments of exactly these types can be the key of a cached plan. All others are checked below.
     if (
         type(k) is int
@@ -285,9 +203,6 @@ def _row(
         and dim == -1
         and type(normalize) is str
         and backend in _BACKENDS
-        and targets is None
-        and type(target_ties) is str
-        and target_ties == "index"
         and (out is None or _may_be_plain(out, values))
     ):
         rows = plain_rows(logits, temperature, mask, lengths, out or ())
@@ -295,14 +210,12 @@ def _row(
             plan = topk_plan(logits.device, rows.layout(), k, values, normalize, backend)
             return plan.run(rows) if out is None else _written(plan, rows, out)
     check_normalize(normalize)
-    check_target_ties(target_ties)
     check_backend(backend)
     if is_distributed(logits):
         # Imported here: plain tensors need no torch.distributed.
         from ..distributed import dtensors
 
         check_whole_rows("lengths", lengths, "hide the tokens by a mask")
-        check_whole_rows("targets", targets, "leave them out")
         return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend, out)
     check_logits(logits)
     dims = logits.dim()
@@ -310,20 +223,11 @@ def _row(
     moved = dim != dims - 1
     if moved:
         logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
-        if isinstance(targets, Tensor) and targets.dim() == dims:
-            # Several targets of a row lie along the vocabulary's dimension.
-            targets = targets.movedim(dim, -1)
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, logits.shape[-1])
-    if targets is not None:
-        check_row_targets(targets, logits, out)
     if out is None:
         best = calls.row_topk(rows, k, values, normalize, backend)
-        result = TopK(best.values.movedim(-1, dim), best.indices.movedim(-1, dim), best.logsumexp) if moved else best
-        if targets is None:
-            return result
-        logprobs, ranks = of_targets(rows, targets, best, values, normalize, target_ties, backend)
-        return TargetTopK(*result, logprobs.movedim(-1, dim) if moved and ranks is None else logprobs, ranks)
+        return TopK(best.values.movedim(-1, dim), best.indices.movedim(-1, dim), best.logsumexp) if moved else best
 
     fields = _fields(values)
     expected = list(row_result(logits, k, values))[: len(fields)]

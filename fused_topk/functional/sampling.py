@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -30,11 +30,13 @@ from ..arguments import (
     check_choice,
     check_flags,
     check_k,
+    check_list,
     check_logits,
     check_no_transform,
     check_same_device,
     check_tensor,
 )
+from ..gone import refuse
 from ..operators import calls, sampling
 from ..operators.dispatch import need_dispatcher
 from ..plans import SamplePlan, sample_plan
@@ -74,6 +76,7 @@ def sample(
     kept: bool = False,
     ranks: bool = False,
     backend: str | None = None,
+    **gone: NoReturn,
 ) -> Sample:
     """Tokens drawn from `softmax(logits / temperature)` after top-k, top-p and min-p, with their log-probabilities.
 
@@ -156,6 +159,8 @@ def sample(
         >>> fused_topk.sample(torch.tensor([1.0, 9.0, 2.0]), top_k=2, top_p=0.9, seed=0).tokens
         tensor([1])
     """
+    if gone:
+        refuse("sample", gone)
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, topk, logprobs, kept, backend)
     check_flags(ranks=ranks)
@@ -206,16 +211,11 @@ def check_parameters(
     rows = check_rows(logits, temperature, mask, lengths, dtype_of_draws=floating)
     check_backend(backend)
     check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
-    check_topk(topk, logits.shape[-1])
+    check_list("topk", topk, logits.shape[-1])
     check_logprobs(logprobs)
     check_flags(kept=kept)
     of_top_k, of_top_p, of_min_p = check_filters(logits, floating, top_k, top_p, min_p)
     return rows, (*of_top_k, *of_top_p, *of_min_p)
-
-
-def check_topk(topk: Any, most: int, of: str = "the vocabulary size") -> None:
-    if not is_zero(topk):
-        check_k(topk, most, of, "topk")
 
 
 def check_logprobs(logprobs: Any) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 from .. import backends
 from ..arguments import (
     check_choice,
+    check_common_normalize,
     check_flags,
     check_int,
     check_k,
     check_normalize,
-    check_normalize_of_beams,
     check_vocabulary,
 )
 from ..backends import cuda
@@ -85,7 +85,7 @@ def warm_up(
     names = _names(functions)
     check_normalize(normalize)
     if "beam_topk" in names:
-        check_normalize_of_beams(normalize)
+        check_common_normalize(normalize, "beam_topk")
     check_flags(masked=masked, ragged=ragged, targets=targets)
     of_dtypes, of_shapes = _dtypes(dtypes), _shapes(shapes)
     ks, gpu = _ks(k), _gpu(device)

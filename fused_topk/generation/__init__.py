@@ -7,7 +7,7 @@
     FusedTopKLogitsProcessor(top_k, ...)              # an ordinary LogitsProcessor
     TrieLogitsProcessor(TokenTrie(items, end), ...)   # another: texts must be items of a catalogue
     stats()                                           # what was served, what was not, and why
-    next_token_topk, topk_logprobs                    # compact results without generate()
+    next_token_topk, text_token_logprobs              # compact results without generate()
     with fuse_routers(model):                         # experts of a mixture are chosen by one launch, everywhere
 
 A call goes down through these, and none of them calls one above it:
@@ -36,8 +36,9 @@ methods of a model that stock's loops call (`whole_step/reasons.py` lists them)
     whole steps
 """
 
+from .. import gone
 from .entrance import disable, enable, fused_decoding
-from .logprobs import TokenLogprobs, next_token_topk, text_topk_logprobs, topk_logprobs
+from .logprobs import next_token_topk, text_token_logprobs
 from .options import FusedDecoding
 from .processor import FusedTopKLogitsProcessor
 from .routers import FusedRouters, fuse_routers
@@ -50,7 +51,6 @@ __all__ = [
     "FusedRouters",
     "FusedTopKLogitsProcessor",
     "Stats",
-    "TokenLogprobs",
     "TokenTrie",
     "TrieLogitsProcessor",
     "disable",
@@ -59,14 +59,7 @@ __all__ = [
     "fused_decoding",
     "next_token_topk",
     "stats",
-    "text_topk_logprobs",
-    "topk_logprobs",
+    "text_token_logprobs",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name == "generate":
-        raise AttributeError(
-            "custom_generate=fused_topk.generation.generate is gone; write `with fused_decoding(model):` around the call"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = gone.attributes_of(__name__)

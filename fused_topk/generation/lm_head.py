@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from .. import functional
 from ..arguments import check_head, check_hidden
 from ..functional import autocast
-from ..problem import TargetTopK, TopK
+from ..problem import TokenLogprobs, TopK
 from ..tracing import is_traced
 
 
@@ -32,12 +32,19 @@ class HeadInput(NamedTuple):
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
 
-    def log_softmax_topk(self, k: int, targets: Tensor | None = None) -> TopK | TargetTopK:
+    def log_softmax_topk(self, k: int) -> TopK:
         """:func:`fused_topk.linear_log_softmax_topk` of the head."""
+        with self._as_it_is():
+            return functional.linear_log_softmax_topk(self.hidden, self.weight, k, self.bias)
+
+    def token_logprobs(self, tokens: Tensor, **wanted: Any) -> TokenLogprobs:
+        """:func:`fused_topk.linear_token_logprobs` of the head."""
+        with self._as_it_is():
+            return functional.linear_token_logprobs(self.hidden, self.weight, tokens, self.bias, **wanted)
+
+    def _as_it_is(self) -> torch.autocast:
         # Autocast as it is at the head has been applied. Where the model is called autocast may be set otherwise.
-        with torch.autocast(self.hidden.device.type, enabled=False):
-            run: Callable[..., TopK | TargetTopK] = functional.linear_log_softmax_topk
-            return run(self.hidden, self.weight, k, self.bias, targets=targets)
+        return torch.autocast(self.hidden.device.type, enabled=False)
 
 
 # Models whose logits are more than the product.

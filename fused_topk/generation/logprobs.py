@@ -1,79 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities in compact form: of the best next tokens, and of whole sequences, for scoring and distillation."""
+"""Log-probabilities in compact form: of the best next tokens, and of the tokens of whole texts, for scoring and training."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..problem import TargetTopK, TopK
+from ..problem import TokenLogprobs, TopK
 from .lm_head import HeadInput, run_with_head
 
 
-class TokenLogprobs(NamedTuple):
-    """The result of :func:`topk_logprobs`.
-
-    Attributes:
-        values: float32 [..., k], log-probabilities, greatest first.
-        indices: int64 [..., k], their tokens.
-        logsumexp: float32 [...], of the logits: log-probability = logit - logsumexp.
-        target_logprobs: float32 of the targets' shape; None without targets.
-        target_ranks: int64 [...], 1 for the most probable token; of equal ones the smaller index first. None without targets, or
-            where a position has several.
-    """
-
-    values: Tensor
-    indices: Tensor
-    logsumexp: Tensor
-    target_logprobs: Tensor | None
-    target_ranks: Tensor | None
-
-
-def topk_logprobs(logits: Tensor, k: int, targets: Tensor | None = None) -> TokenLogprobs:
-    """The k most probable tokens at every position with their log-probabilities, and how the targets fare.
-
-    >>> import torch
-    >>> found = topk_logprobs(torch.tensor([[0.0, 3.0, 1.0]]), 1, targets=torch.tensor([2]))
-    >>> found.indices, found.target_ranks
-    (tensor([[1]]), tensor([2]))
-
-    For scoring given texts, and to store a teacher's distribution for distillation: k numbers a position instead of the
-    vocabulary. Scratch memory is constant, however many positions there are.
-
-    Args:
-        logits: floating point [..., V], of any device.
-        k: 1 <= k <= V.
-        targets: int64 [...], a token for each position; negative ones (such as -100) mark positions without target,
-            which get log-probability NaN and rank 0. None for no targets.
-
-    Returns:
-        TokenLogprobs. Log-probabilities are differentiable with respect to the logits.
-
-    Raises:
-        TypeError, ValueError: an argument of a wrong kind, dtype, shape or device.
-
-    Contract:
-        Order, ties and special rows as in :func:`fused_topk.log_softmax_topk`; in a row with NaN ranks mean nothing.
-        Does not wait for the device. Targets of V or more are not looked for on CUDA tensors and must not occur.
-    """
-    return _token_logprobs(functional.log_softmax_topk(logits, k, targets=targets))
-
-
-def _token_logprobs(found: TopK | TargetTopK) -> TokenLogprobs:
-    return TokenLogprobs(*found) if isinstance(found, TargetTopK) else TokenLogprobs(*found, None, None)
-
-
-def text_topk_logprobs(
-    model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int, targets: Tensor | None = None
+def text_token_logprobs(
+    model: nn.Module,
+    inputs: Tensor | Mapping[str, Any],
+    tokens: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    k: int = 0,
+    ranks: bool = False,
+    ties: str = "index",
 ) -> TokenLogprobs:
-    """The k most probable tokens at every position of given texts, and how the targets fare: :func:`topk_logprobs` of a model.
+    """The log-probabilities of tokens at every position of given texts: by default of the texts' own next tokens.
 
-    >>> text_topk_logprobs(model, tokenizer(["The sky is"], return_tensors="pt"), k=3)  # doctest: +SKIP
+    >>> text_token_logprobs(model, tokenizer(["The sky is"], return_tensors="pt")).logprobs  # doctest: +SKIP
 
     One forward pass. Where the model's head is a plain linear layer, its logits are never all in memory, not even in the
     backward pass. Other models compute them all.
@@ -81,25 +35,36 @@ def text_topk_logprobs(
     Args:
         model: see :func:`next_token_topk`.
         inputs: see :func:`next_token_topk`. All of a mapping goes to the model, so it must have no `labels`.
-        k: 1 <= k <= V.
-        targets: int64 [batch, length], a token for each position, or [batch, length, n], n tokens for each, as a teacher's
-            best ones; negative ones (such as -100) stand for no target. None for no targets.
+        tokens: int64 [batch, length], a token for each position, or [batch, length, n], n tokens for each, as a teacher's best
+            ones; negative ones (such as -100) stand for none. None: the next token of the text at each position, and none at its
+            last one and at padding.
+        temperature: divides the logits: a positive number, or a tensor broadcastable to [batch, length].
+        k: how many of the best tokens of each position to return as well; 0 for none.
+        ranks: whether to count the tokens' ranks.
+        ties: "index" or "last", as :func:`fused_topk.token_logprobs` has it.
 
     Returns:
-        TokenLogprobs: values and indices [batch, length, k], logsumexp [batch, length], and with targets their
-        log-probabilities, and with one target a position its rank. Differentiable with respect to the model's parameters.
+        TokenLogprobs, as :func:`fused_topk.token_logprobs` returns it for logits [batch, length, V]. Differentiable with respect to
+        the model's parameters.
 
     Raises:
         TypeError, ValueError: an argument of a wrong kind, dtype, shape or device.
 
     Contract:
-        That of :func:`fused_topk.linear_log_softmax_topk`. Logits of 16 bits are not widened first.
+        That of :func:`fused_topk.linear_token_logprobs`. Logits of 16 bits are not widened first.
     """
-    arguments, _ = _model_arguments(model, inputs)
+    arguments, mask = _model_arguments(model, inputs)
+    are_own = tokens is None
+    if tokens is None:
+        tokens = _next_tokens(arguments, mask)
     found = run_with_head(model, arguments)
-    if not isinstance(found, HeadInput):
-        return topk_logprobs(found, k, targets)
-    return _token_logprobs(found.log_softmax_topk(k, targets))
+    if are_own:
+        # The head may be on another device than the ids.
+        tokens = tokens.to((found.hidden if isinstance(found, HeadInput) else found).device)
+    wanted: dict[str, Any] = {"temperature": temperature, "k": k, "ranks": ranks, "ties": ties}
+    if isinstance(found, HeadInput):
+        return found.token_logprobs(tokens, **wanted)
+    return functional.token_logprobs(found, tokens, **wanted)
 
 
 @torch.no_grad()
@@ -139,7 +104,24 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
         rows = states[torch.arange(len(states), device=states.device), last]
     if not isinstance(found, HeadInput):
         return functional.log_softmax_topk(rows, k)
-    return TopK(*found._replace(hidden=rows).log_softmax_topk(k))
+    return found._replace(hidden=rows).log_softmax_topk(k)
+
+
+def _next_tokens(arguments: Mapping[str, Any], mask: Tensor | None) -> Tensor:
+    """int64 [batch, length]: the token that follows each position of the texts, -100 at the last one and at padding."""
+    name = "decoder_input_ids" if "decoder_input_ids" in arguments else "input_ids"
+    ids = arguments.get(name)
+    if ids is None or ids.dim() != 2 or (name == "decoder_input_ids" and ids.shape[1] == 1):
+        raise ValueError(
+            f"`tokens` must be given where the inputs have no texts [batch, length] to take them from, got `{name}` "
+            f"{'None' if ids is None else tuple(ids.shape)}; pass a token for each position"
+        )
+    tokens = torch.full_like(ids, -100, dtype=torch.int64)
+    tokens[:, :-1] = ids[:, 1:]
+    if mask is not None and mask.dim() == 2:
+        is_text = mask != 0
+        tokens[:, :-1].masked_fill_(~(is_text[:, :-1] & is_text[:, 1:]), -100)
+    return tokens
 
 
 def _model_arguments(model: nn.Module, inputs: Any) -> tuple[dict[str, Any], Tensor | None]:

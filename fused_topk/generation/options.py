@@ -6,13 +6,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..arguments import check_flags
+from ..gone import refuse
 from ..problem import TopK
-
-# Names that went in 0.2, and what to write instead.
-_GONE = {
-    "sampling": "leave it out: do_sample=True is served, with the texts that stock generate() gives for a seed",
-    "whole_step": "leave it out, or write compile=True for compiled steps",
-}
 
 
 class Options(NamedTuple):
@@ -23,8 +18,8 @@ class Options(NamedTuple):
 
     @staticmethod
     def checked(compile: Any, topk_per_step: Any, gone: dict[str, Any]) -> Options:
-        for name in gone:
-            raise TypeError(f"`{name}` is no option; {_GONE.get(name, 'the options are compile and topk_per_step')}")
+        if gone:
+            refuse("fused_decoding", gone)
         check_flags(compile=compile)
         if isinstance(topk_per_step, bool) or not isinstance(topk_per_step, int):
             raise TypeError(f"`topk_per_step` must be an int, got {type(topk_per_step).__name__}; pass 0 for no record")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator of LM heads, and its gradient in closed form.
 
-    linear_topk             linear_softmax_topk, linear_log_softmax_topk and linear_topk
+    linear_topk             linear_softmax_topk, linear_log_softmax_topk, linear_topk and linear_token_logprobs
     linear_topk_backward    its gradient: an operator too, so that torch.compile sees one call and not its pieces
 
 With z = x / T the scaled logits and p their softmax, the gradient of logsumexp with respect to z is p, and that of the
@@ -26,7 +26,7 @@ from .gradients import for_inputs, of_counted, save_rows, saved_rows
 # The fields of LinearProblem, with the hidden states in the place of the logits.
 _HEAD = f"{ROWS_SCHEMA}, Tensor weight, Tensor? bias, Tensor? targets, str normalize"
 library.define(
-    f"linear_topk({_HEAD}, SymInt k, str values, str? backend, bool has_ranks, bool keeps_state)"
+    f"linear_topk({_HEAD}, SymInt k, str values, str? backend, str? ties, bool keeps_state)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
@@ -48,8 +48,8 @@ def linear_topk(*arguments: Any) -> linear_pieces.LinearResult:
 
 
 def _fake_linear_topk(*arguments: Any) -> linear_pieces.LinearResult:
-    head, (k, values, _, has_ranks, keeps_state) = _head_of(arguments)
-    return linear_pieces.empty_result(head.hidden, k, values, head.targets, has_ranks, keeps_state)
+    head, (k, values, _, ties, keeps_state) = _head_of(arguments)
+    return linear_pieces.empty_result(head.hidden, k, values, head.targets, ties is not None, keeps_state)
 
 
 def linear_topk_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

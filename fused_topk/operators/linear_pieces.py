@@ -31,7 +31,7 @@ _RANK_BYTES = 3
 _TARGET_BYTES = 48
 # The weights of so many targets are copied at a time that they have this many elements: 4 MB of float32.
 _COPIED_ELEMENTS = 1 << 20
-_COPIED_BYTES = 8 * _COPIED_ELEMENTS  # with their copies in their own dtype
+_COPIED_BYTES = 12 * _COPIED_ELEMENTS  # with copies of them and of their hidden states in their own dtype
 
 
 class LinearResult(NamedTuple):
@@ -76,13 +76,15 @@ def empty_result(
 
 
 def forward(
-    head: LinearProblem, k: int, values: str, backend: str | None, has_ranks: bool, keeps_state: bool
+    head: LinearProblem, k: int, values: str, backend: str | None, ties: str | None, keeps_state: bool
 ) -> LinearResult:
     """The k best of every row, and the other results that are asked for.
 
+    ties: which of the tokens that tie with a target count in its rank, as :func:`token_logprobs` has it; None: no ranks.
     values: "state" is for a part of a vocabulary. It gives the logits of the k best, the logits of the targets in place of their
     log-probabilities, and m and d at the temperature.
     """
+    has_ranks = ties is not None
     out = empty_result(head.hidden, k, values, head.targets, has_ranks, keeps_state)
     rows = head.row_count
     chosen = backends.pick(head.hidden.device, head.hidden.dtype, k, backend)
@@ -111,7 +113,9 @@ def forward(
     pieces = linear_pieces.forward_pieces(
         rows, vocab_size, k, itemsize, logit_bytes, row_bytes, head.hidden.device.type == "cpu"
     )
-    if chosen is cuda and not head.rows.hides() and pieces.tokens < vocab_size:
+    # The kernel counts the ranks of one target a row, as places in the order.
+    counts_ranks = not has_ranks or (ties == "index" and head.targets is not None and head.targets.shape[-1] == 1)
+    if chosen is cuda and counts_ranks and not head.rows.hides() and pieces.tokens < vocab_size:
         count = cuda.multiprocessors(head.hidden.get_device())
         copied = _COPIED_BYTES * has_ranks
         accumulated = linear_pieces.accumulated_pieces(rows, vocab_size, k, itemsize, row_bytes, copied, count)
@@ -124,7 +128,7 @@ def forward(
             of_block = block.of.of_tokens(logits, 0, vocab_size)
             row_topk.row_topk_out(*of_block, k, values, head.normalize, backend, *best)
         else:
-            _forward_block(head, block, pieces, k, values, backend, buffer, flat)
+            _forward_block(head, block, pieces, k, values, backend, ties, buffer, flat)
     return out
 
 
@@ -135,12 +139,12 @@ def _forward_block(
     k: int,
     values: str,
     backend: str | None,
+    ties: str | None,
     buffer: Tensor,
     out: LinearResult,
 ) -> None:
     vocab_size, part, normalize = len(head.weight), block.part, head.normalize
-    has_ranks = bool(out.target_ranks.numel())
-    target = None if block.targets is None else _Targets(head, block, has_ranks, is_whole=pieces.tokens >= vocab_size)
+    target = None if block.targets is None else _Targets(head, block, ties, is_whole=pieces.tokens >= vocab_size)
     are_merged = pieces.states > 0
     # row_result() uses the leading dimensions and the dtype alone, which the hidden states share with the logits.
     states = [] if are_merged else [plans.row_result(block.hidden, k, "state").empty(block.hidden.device)]
@@ -172,7 +176,7 @@ def _forward_block(
     if target is not None and values == "state":
         out.target_logprobs[part].copy_(target.logits)
     elif target is not None:
-        ranks = out.target_ranks[part] if has_ranks else None
+        ranks = None if ties is None else out.target_ranks[part]
         target.write(state, rows.scale(), out.target_logprobs[part], ranks)
 
 
@@ -210,30 +214,34 @@ def _stacked(states: Sequence[TopK]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Targets:
-    """The logits of a block's targets (rows, n), and how many tokens come before each."""
+    """The logits of a block's targets (rows, n), and their ranks."""
 
-    def __init__(self, head: LinearProblem, block: Block, has_ranks: bool, is_whole: bool) -> None:
+    def __init__(self, head: LinearProblem, block: Block, ties: str | None, is_whole: bool) -> None:
         assert block.targets is not None
         self._has_target = block.targets >= 0
         self._tokens = block.targets.clamp(0, len(head.weight) - 1).contiguous()
-        self._ranks = torch.ones_like(self._tokens) if has_ranks else None
+        self._ties = ties
+        # A target counts itself, whatever its logit in a piece is.
+        self._ranks = None if ties is None else torch.ones_like(self._tokens)
         self.logits = block.hidden.new_empty(self._tokens.shape)
-        if has_ranks and not is_whole:
+        if ties is not None and not is_whole:
             self._multiply(head, block)
 
     def _multiply(self, head: LinearProblem, block: Block) -> None:
         """Computes the targets' logits ahead, because pieces before a target's own compare their logits with its. They may differ
         in the last place from those in the pieces."""
         wide = result_dtype(block.hidden.dtype)
-        tokens = self._tokens.squeeze(-1)
-        # A part of the rows at a time, because the weights of their targets are copied.
+        tokens, found = self._tokens.flatten(), self.logits.view(-1)
+        of_row = self._tokens.shape[-1]
+        # A part of the targets at a time, because their weights are copied.
         size = max(1, _COPIED_ELEMENTS // head.weight.shape[1])
         for first in range(0, len(tokens), size):
-            part = slice(first, first + size)
-            logits = head.weight[tokens[part]].to(wide).mul_(block.hidden[part]).sum(-1)
+            part = slice(first, min(first + size, len(tokens)))
+            rows = torch.arange(part.start, part.stop, device=tokens.device) // of_row
+            logits = head.weight[tokens[part]].to(wide).mul_(block.hidden[rows]).sum(-1)
             if head.bias is not None:
                 logits += head.bias[tokens[part]]
-            self.logits[part, 0] = logits.to(self.logits.dtype)
+            found[part] = logits.to(found.dtype)
         counted = block.of.counted_at(self._tokens)
         if counted is not None:
             self.logits.masked_fill_(~counted, -torch.inf)
@@ -244,8 +252,7 @@ class _Targets:
         return self._tokens, self.logits, self._ranks
 
     def look_at(self, rows: LogitRows, start: int) -> None:
-        """Finds the targets in a piece of the logits, and counts the piece's tokens that come before them. It may change the
-        piece."""
+        """Finds the targets in a piece of the logits, and counts the piece's tokens for their ranks. It may change the piece."""
         logits, hidden = rows.logits, rows.uncounted()
         tokens = logits.shape[-1]
         if hidden is not None:
@@ -256,10 +263,13 @@ class _Targets:
         self.logits = logits.gather(-1, place).where(is_here, self.logits)
         if self._ranks is None:
             return
-        is_before = logits == self.logits
-        is_before &= torch.arange(start, start + tokens, device=logits.device) < self._tokens
-        is_before |= logits > self.logits
-        self._ranks += is_before.sum(-1, keepdim=True)
+        places = torch.arange(start, start + tokens, device=logits.device)
+        # One target of each row after the other, so that memory does not grow with their number.
+        for own, token, rank in zip(self.logits.split(1, -1), self._tokens.split(1, -1), self._ranks.split(1, -1)):
+            counts = logits == own
+            counts &= places != token if self._ties == "last" else places < token
+            counts |= logits > own
+            rank += counts.sum(-1, keepdim=True)
 
     def write(self, state: Tensor, scale: Scale, logprobs: Tensor, ranks: Tensor | None) -> None:
         """state: (rows, 2), of the whole rows."""

@@ -80,8 +80,8 @@ def _map_heads(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
     mapped = _mapped(info, in_dims, arguments)
     mapped[weight], mapped[bias] = arguments[weight], arguments[bias]
     # An empty tensor in the place of a result that nobody asked for is not mapped.
-    has_targets, (values, _, has_ranks, keeps_state) = arguments[targets] is not None, arguments[-4:]
-    is_mapped = (True, True, values != "logits", has_targets, has_ranks, keeps_state)
+    has_targets, (values, _, ties, keeps_state) = arguments[targets] is not None, arguments[-4:]
+    is_mapped = (True, True, values != "logits", has_targets, ties is not None, keeps_state)
     return run(*mapped), tuple(0 if x else None for x in is_mapped)
 
 

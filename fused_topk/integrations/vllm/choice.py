@@ -100,8 +100,8 @@ def choose(sampler: Any, logits: Tensor, metadata: Any, vllm: Vllm) -> tuple[Ten
         return _processed(sampler, logits, metadata, requests, drawing, count, vllm)
     if is_raw and raw is not logits:
         tokens = functional.sample(logits, **drawing).tokens
-        found: Any = functional.log_softmax_topk(raw, max(count, 1), targets=tokens[:, 0], target_ties="last")
-        best, own, ranks = found, found.target_logprobs[:, None], found.target_ranks
+        found: Any = functional.token_logprobs(raw, tokens, k=count, ranks=True, ties="last")
+        best, own, ranks = found.topk, found.logprobs, found.ranks[:, 0]
     else:
         drawn: Any = functional.sample(logits, **drawing, topk=count, ranks=True)
         tokens, own, ranks, best = drawn.tokens, drawn.logprobs, drawn.ranks[:, 0], drawn.topk

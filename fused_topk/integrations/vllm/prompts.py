@@ -24,10 +24,12 @@ class PromptScorer:
         return logits
 
     def gather_logprobs(self, logits: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        found: Any = functional.log_softmax_topk(logits, max(num_logprobs, 1), targets=token_ids, target_ties="last")
-        own = found.target_logprobs[:, None]
-        best = found.indices[:, :num_logprobs], found.values[:, :num_logprobs]
-        return self._to_tensors(*of_best(token_ids[:, None], own, *best, found.target_ranks))
+        tokens = token_ids[:, None]
+        found: Any = functional.token_logprobs(logits, tokens, k=num_logprobs, ranks=True, ties="last")
+        own, ranks, best = found.logprobs, found.ranks[:, 0], found.topk
+        if best is None:
+            return self._to_tensors(tokens.int(), own, ranks)
+        return self._to_tensors(*of_best(tokens, own, best.indices, best.values, ranks))
 
 
 class RunnerView:

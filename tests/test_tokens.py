@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets of the functions of top-k, and the ranks of drawn tokens."""
+"""token_logprobs(): log-probabilities and ranks of given tokens; and the ranks of drawn ones."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fused_topk
-from fused_topk import TargetTopK, TopK
+from fused_topk import TokenLogprobs
 from fused_topk.backends import cpu as native_cpu
 from fused_topk.backends import reference
 from fused_topk.problem import RankProblem
@@ -18,15 +19,14 @@ from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same
 from rows import NAN, adversarial_rows, packed, random_logits, random_mask
 
-ENTRIES = ("softmax_topk", "log_softmax_topk")
 ALL_DTYPES = {**DTYPES, "fp64": torch.float64}
 
 
-def random_targets(*shape: int, vocab_size: int) -> Tensor:
+def random_tokens(*shape: int, vocab_size: int) -> Tensor:
     """Some of them none."""
-    targets = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(len(shape)))
-    targets.view(-1)[::4] = -100
-    return targets
+    tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(len(shape)))
+    tokens.view(-1)[::4] = -100
+    return tokens
 
 
 def shown(logits: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -39,60 +39,68 @@ def shown(logits: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor
     return x
 
 
-def assert_targets(
-    got: TargetTopK,
+def assert_right(
+    got: TokenLogprobs,
     logits: Tensor,
-    targets: Tensor,
+    tokens: Tensor,
     *,
     temperature: Tensor | float = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
-    target_ties: str = "index",
+    ties: str = "index",
 ) -> None:
-    """One target a row, of rows without NaN, against float64."""
+    """Of rows without NaN, against float64."""
     x = shown(logits, mask, lengths)
     scale = temperature.double().unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
     over = shown(logits, None, lengths) if normalize == "all" else x
     exact = x / scale - (over / scale).logsumexp(-1, keepdim=True)
-    tokens = targets.clamp(min=0).unsqueeze(-1)
-    wanted = exact.gather(-1, tokens).squeeze(-1).where(targets >= 0, torch.nan)
+    of_row = (tokens if tokens.dim() == logits.dim() else tokens.unsqueeze(-1)).clamp(min=0)
+    wanted = exact.gather(-1, of_row).view(tokens.shape).where(tokens >= 0, torch.nan)
     # The best token's as in oracle.py, with |z| <= |log-probability| + log V; the difference, its quotient and the sum are
     # rounded once each.
-    unit = torch.finfo(got.target_logprobs.dtype).eps / 2
+    unit = torch.finfo(got.logprobs.dtype).eps / 2
     bound = unit * (10 * wanted.abs() + 21 * math.log(logits.shape[-1]) + 22)
-    same = (got.target_logprobs == wanted) | (got.target_logprobs.isnan() & wanted.isnan())
-    assert (same | ((got.target_logprobs.double() - wanted).abs() <= bound)).all()
-    theirs = x.gather(-1, tokens)
-    if target_ties == "last":
-        ranks = (x >= theirs).sum(-1)
-    else:
-        ranks = 1 + (x.sort(dim=-1, descending=True, stable=True).indices == tokens).int().argmax(-1)
-    assert got.target_ranks.dtype == torch.int64 and torch.equal(got.target_ranks, ranks.where(targets >= 0, 0))
+    same = (got.logprobs == wanted) | (got.logprobs.isnan() & wanted.isnan())
+    assert (same | ((got.logprobs.double() - wanted).abs() <= bound)).all()
+    torch.testing.assert_close(got.logsumexp.double(), (over / scale).logsumexp(-1), rtol=1e-5, atol=1e-5)
+    if got.ranks is None:
+        return
+    theirs = x.gather(-1, of_row).unsqueeze(-1)
+    counts = x.unsqueeze(-2) == theirs
+    if ties == "index":
+        counts &= torch.arange(x.shape[-1], device=x.device) <= of_row.unsqueeze(-1)
+    ranks = (counts | (x.unsqueeze(-2) > theirs)).sum(-1).view(tokens.shape)
+    assert got.ranks.dtype == torch.int64 and torch.equal(got.ranks, ranks.where(tokens >= 0, 0))
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
-@pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
+@pytest.mark.parametrize("normalize", ["allowed", "all"])
 @pytest.mark.parametrize("hides", ["nothing", "mask", "packed", "lengths", "both"])
 def test_against_float64(backend, dtype, normalize, hides):
     if dtype == "fp64" and backend.name != "reference":
         pytest.skip("of the reference alone")
     device = backend.device
-    for entry, vocab_size in (*((entry, 33) for entry in ENTRIES), ("log_softmax_topk", 4100)):
+    for vocab_size in (33, 4100):
         # Rounded: with ties.
         logits = (random_logits(3, 5, vocab_size, dtype=ALL_DTYPES[dtype], device=device) * 4).round() / 4
-        targets = random_targets(3, 5, vocab_size=vocab_size).to(device)
         mask = random_mask(3, 5, vocab_size, device=device, share=0.5) if hides in ("mask", "packed", "both") else None
         lengths = torch.arange(15, device=device).view(3, 5) * (vocab_size // 15) + 1 if hides in ("lengths", "both") else None  # fmt: skip
         temperature = torch.linspace(0.5, 2.0, 15, dtype=torch.float64, device=device).view(3, 5).to(logits.dtype)
         settings = {"mask": mask, "lengths": lengths, "normalize": normalize, "temperature": temperature.float()}
         given = {**settings, "mask": packed(mask) if hides == "packed" else mask}
-        for ties in ("index", "last"):
-            got = backend(entry, logits, 7, targets=targets, target_ties=ties, **given)
-            assert isinstance(got, TargetTopK)
-            assert_targets(got, logits, targets, target_ties=ties, **settings)
-            # The rest is what it is without targets.
-            assert_same(TopK(*got[:3]), backend(entry, logits, 7, **given))
+        best = backend("log_softmax_topk", logits, 7, **given)
+        for several, ties in itertools.product(((), (4,)), ("index", "last")):
+            tokens = random_tokens(3, 5, *several, vocab_size=vocab_size).to(device)
+            got = backend("token_logprobs", logits, tokens, k=7, ranks=True, ties=ties, **given)
+            assert type(got) is TokenLogprobs
+            assert_right(got, logits, tokens, ties=ties, **settings)
+            assert_same(got.topk, best)
+            # Nobody's result depends on what else is asked for.
+            plain = backend("token_logprobs", logits, tokens, **given)
+            assert plain.ranks is None and plain.topk is None
+            assert torch.equal(plain.logprobs.nan_to_num(7.0), got.logprobs.nan_to_num(7.0))
+            assert torch.equal(plain.logsumexp, got.logsumexp)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,13 +108,13 @@ def test_against_float64(backend, dtype, normalize, hides):
 def test_a_rank_is_a_place_in_the_order(backend, dtype, vocab_size):
     """Whatever the row has: NaN of any bits, infinities, zeros of both signs, subnormal numbers."""
     rows = torch.stack(list(adversarial_rows(vocab_size, 1, DTYPES[dtype]).values())).to(backend.device)
-    targets = torch.arange(len(rows), device=backend.device) * 7 % vocab_size
+    tokens = torch.arange(len(rows), device=backend.device) * 7 % vocab_size
     order = backend("topk", rows, vocab_size).indices
-    got = backend("log_softmax_topk", rows, 1, targets=targets)
-    assert torch.equal(order.gather(-1, got.target_ranks.unsqueeze(-1) - 1).squeeze(-1), targets)
-    last = backend("log_softmax_topk", rows, 1, targets=targets, target_ties="last").target_ranks
+    got = backend("token_logprobs", rows, tokens, ranks=True)
+    assert torch.equal(order.gather(-1, got.ranks.unsqueeze(-1) - 1).squeeze(-1), tokens)
+    last = backend("token_logprobs", rows, tokens, ranks=True, ties="last").ranks
     # Up to the last of those that tie, in the order.
-    is_tie = (rows == rows.gather(-1, targets.unsqueeze(-1))) | (rows.isnan() & rows.gather(-1, targets.unsqueeze(-1)).isnan())  # fmt: skip
+    is_tie = (rows == rows.gather(-1, tokens.unsqueeze(-1))) | (rows.isnan() & rows.gather(-1, tokens.unsqueeze(-1)).isnan())  # fmt: skip
     places = torch.arange(1, vocab_size + 1, device=backend.device)
     assert torch.equal(last, (places * is_tie.gather(-1, order)).amax(-1))
 
@@ -115,7 +123,7 @@ def test_a_rank_is_a_place_in_the_order(backend, dtype, vocab_size):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_instruction_set(cpu, dtype, vocab_size):
     rows = torch.stack(list(adversarial_rows(vocab_size, 1, DTYPES[dtype]).values()))
-    targets = torch.cat([random_targets(len(rows), 3, vocab_size=vocab_size), torch.full((len(rows), 1), vocab_size)], -1)  # fmt: skip
+    targets = torch.cat([random_tokens(len(rows), 3, vocab_size=vocab_size), torch.full((len(rows), 1), vocab_size)], -1)  # fmt: skip
     mask = random_mask(*rows.shape, share=0.7)
     lengths = torch.arange(len(rows)) * 997 % (vocab_size + 1)
     for given in (LogitRows(rows), LogitRows(rows, mask=packed(mask)), LogitRows(rows, mask=mask, lengths=lengths)):
@@ -135,108 +143,99 @@ def test_threads(cpu, threads, count):
     threads(count)
     for rows in (1, 3, 70):
         logits = random_logits(rows, 70_000).round()
-        targets = torch.arange(rows) * 999
-        assert_targets(cpu("log_softmax_topk", logits, 1, targets=targets), logits, targets)
+        tokens = torch.arange(rows) * 999
+        assert_right(cpu("token_logprobs", logits, tokens, ranks=True), logits, tokens)
     # What lies behind the length counts once, whichever part has it.
-    logits, targets, lengths = random_logits(2, 70_000), torch.tensor([45_000, 69_999]), torch.tensor([40_000, 60_000])
+    logits, tokens, lengths = random_logits(2, 70_000), torch.tensor([45_000, 69_999]), torch.tensor([40_000, 60_000])
     for ties in ("index", "last"):
-        got = cpu("log_softmax_topk", logits, 1, lengths=lengths, targets=targets, target_ties=ties)
-        assert_targets(got, logits, targets, lengths=lengths, target_ties=ties)
+        got = cpu("token_logprobs", logits, tokens, lengths=lengths, ranks=True, ties=ties)
+        assert_right(got, logits, tokens, lengths=lengths, ties=ties)
 
 
 def test_rows_without_probabilities(backend):
     x = torch.zeros(4, 9)
     x[0, 3], x[1, 3], x[2] = NAN, torch.inf, -torch.inf
-    targets = torch.tensor([1, 3, 5, -1])
-    for entry in ENTRIES:
-        got = backend(entry, x.to(backend.device), 2, targets=targets.to(backend.device))
-        assert got.target_logprobs.isnan().all()
-        assert got.target_ranks.tolist() == [3, 1, 6, 0]
+    tokens = torch.tensor([1, 3, 5, -1])
+    got = backend("token_logprobs", x.to(backend.device), tokens.to(backend.device), ranks=True)
+    assert got.logprobs.isnan().all()
+    assert got.ranks.tolist() == [3, 1, 6, 0]
 
 
 def test_rows_in_which_nothing_is_allowed(backend):
-    logits, targets = random_logits(2, 9, device=backend.device), torch.tensor([4, 0], device=backend.device)
+    logits, tokens = random_logits(2, 9, device=backend.device), torch.tensor([4, 0], device=backend.device)
     logits[1, 0] = -torch.inf
     nothing = torch.zeros(9, dtype=torch.bool, device=backend.device)
     only_infinities = torch.arange(9, device=backend.device) == 0
-    got = backend("log_softmax_topk", logits, 2, mask=nothing, targets=targets)
-    assert got.target_logprobs.isnan().all() and got.target_ranks.tolist() == [5, 1]
-    got = backend("log_softmax_topk", logits, 2, mask=nothing, normalize="all", targets=targets)
-    assert (got.target_logprobs == -torch.inf).all() and got.target_ranks.tolist() == [5, 1]
-    got = backend("softmax_topk", logits[1:], 2, mask=only_infinities, normalize="all", targets=targets[1:])
-    assert got.target_logprobs.item() == -torch.inf and got.target_ranks.item() == 1
+    got = backend("token_logprobs", logits, tokens, mask=nothing, ranks=True)
+    assert got.logprobs.isnan().all() and got.ranks.tolist() == [5, 1]
+    got = backend("token_logprobs", logits, tokens, mask=nothing, normalize="all", ranks=True)
+    assert (got.logprobs == -torch.inf).all() and got.ranks.tolist() == [5, 1]
+    got = backend("token_logprobs", logits[1:], tokens[1:], mask=only_infinities, normalize="all", ranks=True)
+    assert got.logprobs.item() == -torch.inf and got.ranks.item() == 1
 
 
 def test_a_common_offset_costs_nothing(backend):
     logits = random_logits(4, 5000, device=backend.device).double().add(2.0**13).float()
-    targets = random_targets(4, vocab_size=5000).to(backend.device)
-    for entry in ENTRIES:
-        assert_targets(backend(entry, logits, 3, targets=targets), logits, targets)
-
-
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_several_targets_and_other_dimensions(backend, dim):
-    logits = random_logits(4, 6, 40, device=backend.device)
-    several = random_targets(4, 6, 3, vocab_size=40).to(backend.device)
-    want = backend("softmax_topk", logits, 5, targets=several)
-    assert want.target_ranks is None and want.target_logprobs.shape == several.shape
-    ones = [backend("softmax_topk", logits, 5, targets=several[..., i].contiguous()) for i in range(3)]
-    assert torch.equal(torch.stack([x.target_logprobs for x in ones], -1).nan_to_num(7.0), want.target_logprobs.nan_to_num(7.0))  # fmt: skip
-    got = backend("softmax_topk", logits.movedim(-1, dim), 5, dim=dim, targets=several.movedim(-1, dim))
-    assert got.target_ranks is None
-    for a, b in zip((got.values, got.indices, got.target_logprobs), (want.values, want.indices, want.target_logprobs)):
-        assert torch.equal(a.movedim(dim, -1).nan_to_num(7.0), b.nan_to_num(7.0))
-    one = backend("softmax_topk", logits.movedim(-1, dim), 5, dim=dim, targets=several[..., 0])
-    assert torch.equal(one.target_ranks, ones[0].target_ranks) and one.values.movedim(dim, -1).shape == (4, 6, 5)
+    tokens = random_tokens(4, vocab_size=5000).to(backend.device)
+    assert_right(backend("token_logprobs", logits, tokens), logits, tokens)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)], ids=str)
 def test_few_rows(backend, shape):
     logits = random_logits(*shape, 9, device=backend.device)
-    got = backend("log_softmax_topk", logits, 2, targets=torch.ones(shape, dtype=torch.int64, device=backend.device))
-    assert got.target_logprobs.shape == got.target_ranks.shape == torch.Size(shape)
+    for several in ((), (2,)):
+        tokens = torch.ones((*shape, *several), dtype=torch.int64, device=backend.device)
+        got = backend("token_logprobs", logits, tokens, ranks=True, k=2)
+        assert got.logprobs.shape == got.ranks.shape == (*shape, *several) and got.topk.values.shape == (*shape, 2)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
-def test_gradcheck(entry, normalize):
+def test_positions_that_do_not_merge(backend):
+    logits = random_logits(3, 20, 33, device=backend.device)
+    # Without its last position the batch does not merge with the positions.
+    for view in (logits, logits[:, :-1], logits.transpose(0, 1)):
+        tokens = random_tokens(*view.shape[:-1], vocab_size=33).to(backend.device)
+        assert_right(backend("token_logprobs", view, tokens, ranks=True), view, tokens)
+
+
+@pytest.mark.parametrize("normalize", ["allowed", "all"])
+def test_gradcheck(normalize):
     logits = random_logits(3, 9, dtype=torch.float64).requires_grad_()
     mask = torch.ones(3, 9, dtype=torch.bool)
     mask[:, 2] = mask[1, 5] = False
-    settings = {"normalize": normalize, "temperature": 0.7}
-    for targets in (torch.tensor([4, 1, 8]), torch.tensor([[4, 1], [3, 3], [8, 0]])):
+    settings = {"normalize": normalize, "temperature": 0.7, "k": 2}
+    for tokens in (torch.tensor([4, 1, 8]), torch.tensor([[4, 1], [3, 3], [8, 0]])):
 
-        def logprobs(x, targets=targets):
-            return getattr(fused_topk, entry)(x, 2, mask=mask, targets=targets, **settings).target_logprobs
+        def results(x, tokens=tokens):
+            found = fused_topk.token_logprobs(x, tokens, mask=mask, **settings)
+            return found.logprobs, found.logsumexp, found.topk.values
 
-        assert torch.autograd.gradcheck(logprobs, logits)
+        assert torch.autograd.gradcheck(results, logits)
 
 
 def test_a_constant_has_no_gradient():
-    """A hidden target, and a position without one."""
+    """A hidden token, and a position without one."""
     logits = random_logits(2, 9).requires_grad_()
     mask = torch.ones(9, dtype=torch.bool)
     mask[3] = False
-    got = fused_topk.log_softmax_topk(logits, 2, mask=mask, targets=torch.tensor([3, -1]))
-    got.target_logprobs.sum().backward()
+    fused_topk.token_logprobs(logits, torch.tensor([3, -1]), mask=mask).logprobs.sum().backward()
     assert (logits.grad == 0).all()
 
 
-@pytest.mark.parametrize("entry", ["log_softmax_topk", pytest.param("softmax_topk", marks=pytest.mark.exhaustive)])
-def test_compiled(backend, entry):
+def test_compiled(backend):
     torch._dynamo.reset()
-    logits, targets = random_logits(3, 40, device=backend.device), torch.tensor([3, -1, 39], device=backend.device)
+    logits, tokens = random_logits(3, 40, device=backend.device), torch.tensor([3, -1, 39], device=backend.device)
 
     def call(x, t):
-        return tuple(backend(entry, x, 5, targets=t, target_ties="last"))
+        found = backend("token_logprobs", x, t, k=5, ranks=True, ties="last")
+        return found.logprobs, found.logsumexp, found.ranks, *found.topk
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for a, b in zip(compiled(logits, targets), call(logits, targets)):
+    for a, b in zip(compiled(logits, tokens), call(logits, tokens)):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)
     gradients = []
     for run in (compiled, call):
         leaf = logits.clone().requires_grad_()
-        run(leaf, targets)[3].nan_to_num(0.0).sum().backward()
+        run(leaf, tokens)[0].nan_to_num(0.0).sum().backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
@@ -249,25 +248,33 @@ def test_opcheck(backend, shape):
 
 
 def test_meta_tensors():
-    logits, targets = torch.empty(2, 9, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
-    got = fused_topk.log_softmax_topk(logits, 3, targets=targets)
-    assert got.target_logprobs.shape == got.target_ranks.shape == (2,) and got.target_ranks.dtype == torch.int64
+    logits, tokens = torch.empty(2, 9, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
+    got = fused_topk.token_logprobs(logits, tokens, ranks=True)
+    assert got.logprobs.shape == got.ranks.shape == (2,) and got.ranks.dtype == torch.int64
 
 
-def test_out_and_targets_exclude_each_other():
-    out = tuple(fused_topk.softmax_topk(random_logits(2, 9), 2))
-    for entry in ENTRIES:
-        with pytest.raises(ValueError, match="`out` must be None where `targets` are given"):
-            getattr(fused_topk, entry)(random_logits(2, 9), 2, targets=torch.tensor([1, 2]), out=out)
-
-
-@pytest.mark.parametrize(("ties", "error"), [("first", ValueError), (None, TypeError), (1, TypeError)])
-def test_ties_are_checked_without_targets_too(ties, error):
-    for entry in ENTRIES:
-        with pytest.raises(error, match="`target_ties` must be"):
-            getattr(fused_topk, entry)(random_logits(2, 9), 2, target_ties=ties)
-        got = getattr(fused_topk, entry)(random_logits(2, 9, seed=3), 2, target_ties="last")
-        assert_same(got, getattr(fused_topk, entry)(random_logits(2, 9, seed=3), 2))
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"normalize": "topk"}, ValueError, "`normalize` must be 'allowed' or 'all' for token_logprobs, got 'topk'"),
+        ({"ties": "first"}, ValueError, "`ties` must be one of 'index', 'last', got 'first'"),
+        ({"k": 10}, ValueError, "`k` must satisfy 1 <= k <= 9"),
+        ({"k": -1}, ValueError, "`k` must satisfy 1 <= k <= 9"),
+        ({"tokens": torch.tensor([1, 9])}, ValueError, "`tokens` must be below the vocabulary size 9, got 9"),
+        ({"tokens": torch.tensor([[1, 2]])}, ValueError, r"`tokens` must have the shape \(2,\) of the positions"),
+        ({"tokens": torch.tensor([1, 2]).int()}, TypeError, "`tokens` must be int64, got torch.int32"),
+        ({"tokens": torch.empty(2, 0, dtype=torch.int64)}, ValueError, "`tokens` must have at least one token a row"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_is_wrong(arguments, error, message):
+    """An error before anything is computed, of rows and of a head alike."""
+    given = {"tokens": torch.tensor([1, 2]), **arguments}
+    message = message.replace("token_logprobs", "(linear_)?token_logprobs")
+    with pytest.raises(error, match=message):
+        fused_topk.token_logprobs(torch.zeros(2, 9), **given)
+    with pytest.raises(error, match=message):
+        fused_topk.linear_token_logprobs(torch.zeros(2, 4), torch.zeros(9, 4), **given)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function of given tokens: their log-probabilities and ranks, beside a row's k best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import (
+    check_backend,
+    check_choice,
+    check_common_normalize,
+    check_flags,
+    check_list,
+    check_same_device,
+    check_tensor,
+    is_readable,
+)
+from ..operators import calls
+from ..problem import TokenLogprobs
+from ..row_arguments import check_rows
+from ..rows import LogitRows
+
+_TIES = ("index", "last")
+
+
+def token_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    normalize: str = "allowed",
+    k: int = 0,
+    ranks: bool = False,
+    ties: str = "index",
+    backend: str | None = None,
+) -> TokenLogprobs:
+    """The log-probabilities of given tokens, one or several a row, and what else is asked for, in one read of the logits.
+
+    >>> token_logprobs(torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([1])).logprobs
+    tensor([-0.1698])
+
+    For scoring given texts, for training, and to see how the tokens that were drawn fare among the others.
+
+    Args:
+        logits: shape (..., V). This and the next four arguments are those of :func:`softmax_topk`.
+        tokens: int64. One for each row has the shape (...), n for each row have the shape (..., n). A negative number, such as
+            -100, stands for none.
+        temperature: divides the logits: a positive number, or a tensor with one number per row.
+        mask: the tokens that count, bool or packed int32.
+        lengths: how many of a row's first tokens there are, one number a row.
+        normalize: "allowed": log-probabilities are relative to the allowed tokens. "all": to the whole row, up to its length.
+        k: how many of the row's best tokens to return as well, 0 <= k <= V.
+        ranks: whether to count the tokens' ranks.
+        ties: which of the tokens that tie with a given one count in its rank. "index": those up to its own index. The rank is
+            then the token's place in the order of :func:`softmax_topk`. "last": all of them, as inference engines count.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TokenLogprobs with logprobs float32 of the shape of `tokens`, NaN where there is none, and logsumexp float32 (...) of the
+        scaled logits. Where asked for, ranks int64 of the shape of `tokens`, 1 for the best token, 0 where there is none; and topk,
+        as :func:`log_softmax_topk` returns it. Others are None. float64 logits give float64.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+
+    Contract:
+        Each log-probability is computed as a difference to the best token's, so a large common offset costs no accuracy. A token
+        that is not allowed has -inf. A row without probabilities, such as one with NaN, has NaN.
+        A rank is the number of tokens whose logit is greater than the token's, and of the equal ones that `ties` counts; NaN is
+        greater than all. A token that is not allowed has the rank of a logit of -inf. Ranks need one more read of the row, mostly
+        from the cache. Tokens of V or more raise on the CPU, and must not occur on a GPU, where nothing outside the row is read.
+        The rest is the contract of :func:`softmax_topk`. The log-probabilities, the logsumexp and the values of topk are
+        differentiable with respect to the logits.
+    """
+    check_common_normalize(normalize, "token_logprobs")
+    check_flags(ranks=ranks)
+    check_ties(ties)
+    check_backend(backend)
+    rows = check_rows(logits, temperature, mask, lengths)
+    check_list("k", k, logits.shape[-1])
+    check_tokens(tokens, logits)
+    of_row = tokens if tokens.dim() == logits.dim() else tokens.unsqueeze(-1)
+    best = calls.row_topk(rows, k or 1, "log_softmax", normalize, backend)
+    logprobs = _logprobs(rows, of_row, best.values[..., :1], best.indices[..., :1])
+    counted = calls.target_ranks(rows, of_row, ties == "last", backend) if ranks else None
+    if of_row is not tokens:
+        logprobs, counted = logprobs.squeeze(-1), None if counted is None else counted.squeeze(-1)
+    return TokenLogprobs(logprobs, best.logsumexp, counted, best if k else None)
+
+
+def check_ties(ties: Any) -> None:
+    check_choice("ties", ties, _TIES)
+
+
+def check_tokens(tokens: Any, logits: Tensor, is_part: bool = False) -> None:
+    """Checks one token a row, or several in a last dimension. is_part: whether `logits` have only a part of the vocabulary, which
+    tokens may lie outside of."""
+    check_tensor("tokens", tokens)
+    if tokens.dtype != torch.int64:
+        raise TypeError(f"`tokens` must be int64, got {tokens.dtype}; use .long()")
+    is_several = tokens.dim() == logits.dim()
+    if is_several and tokens.shape[-1] == 0:
+        raise ValueError("`tokens` must have at least one token a row, got none; use logsumexp() or log_softmax_topk()")
+    if (tokens.shape[:-1] if is_several else tokens.shape) != logits.shape[:-1]:
+        raise ValueError(
+            f"`tokens` must have the shape {tuple(logits.shape[:-1])} of the positions, got {tuple(tokens.shape)}; "
+            "for a causal model drop the last position and the first token"
+        )
+    check_same_device("tokens", tokens, logits)
+    if is_part or not tokens.numel() or not is_readable(tokens):
+        return
+    greatest = int(tokens.max())
+    if greatest >= logits.shape[-1]:
+        raise ValueError(
+            f"`tokens` must be below the vocabulary size {logits.shape[-1]}, got {greatest}; negative ones mark positions "
+            "without a token"
+        )
+
+
+def _logprobs(rows: LogitRows, tokens: Tensor, first: Tensor, index: Tensor) -> Tensor:
+    """index, first: the best token, and its log-probability, NaN in a row without probabilities."""
+    # Computed as a difference to the best token, so a common offset of the logits costs no digits.
+    places = tokens.clamp(0, rows.logits.shape[-1] - 1)
+    best = rows.logits.gather(-1, index).to(first.dtype)
+    # -inf - -inf would be NaN. A row whose best logit is -inf has no greater one.
+    best = best.where(best != -torch.inf, 0.0)
+    logprobs = first + rows.scale().log_weight(rows.logits.gather(-1, places).to(first.dtype), best)
+    counted = rows.counted_at(places)
+    if counted is not None:
+        logprobs = logprobs.where(counted | first.isnan(), -torch.inf)
+    return logprobs.where(tokens >= 0, torch.nan)
