@@ -222,10 +222,6 @@ def full_row_plan(
 ) -> FullRowPlan:
     """As :func:`topk_plan`. dtype: of the result, as the user gives it."""
     rows = _checked(layout)
-    if rows.mask is not None:
-        raise ValueError(
-            "`mask` must be None for whole rows, got one; mask the logits with .masked_fill(~mask, -torch.inf)"
-        )
     logits = rows.logits
     dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
     shape = full_row_shape(logits, values)

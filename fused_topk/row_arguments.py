@@ -201,7 +201,7 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
 def vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
     """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
     already has its words last."""
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims:
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims and mask.layout == torch.strided:
         return mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
     return mask
 

@@ -199,8 +199,6 @@ ARGUMENTS = {
     "shapes": Argument("errors", lambda case: (2, V), (3, "2", None, [2.0]), ((2, 0), (-1, V), ())),
     "functions": Argument("errors", lambda case: {}, (3, None), ("sum", "linear_topk")),
     "dtypes": Argument("errors", lambda case: {}, ("float32", torch.int64)),
-    "masked": Argument("errors", lambda case: {}, **_FLAG),
-    "ragged": Argument("errors", lambda case: {}, **_FLAG),
     "device": Argument("errors", lambda case: {}, (1.5, [])),
     # What differs in one function.
     **{
@@ -215,7 +213,9 @@ ARGUMENTS = {
     "router_topk.k": Argument(_PLAIN, lambda case: {"7": 7}, **_INT, wrong_value=(0, V + 1)),
     "warm_up.normalize": Argument("errors", lambda case: {}, (None, 1), ("none",)),
     "warm_up.k": Argument("errors", lambda case: {}, ("2", 2.0, True), (0, V + 1)),
-    "warm_up.targets": Argument("errors", lambda case: {}, **_FLAG),
+    "warm_up.mask": Argument("errors", lambda case: {}, **_FLAG),
+    "warm_up.lengths": Argument("errors", lambda case: {}, **_FLAG),
+    "warm_up.ranks": Argument("errors", lambda case: {}, **_FLAG),
     **{
         f"{name}.k": Argument(_PLAIN, lambda case: {"all": V}, **_INT, wrong_value=(-1, 2**70, beyond))
         for name in ("token_logprobs", "linear_token_logprobs", "distributed.linear_token_logprobs")
@@ -231,6 +231,10 @@ ARGUMENTS = {
     "distributed.linear_token_logprobs.tokens": Argument("groups devices errors", Case.given_tokens, **_tensor(lambda x: x[:1], lambda x: x[..., :0], dtype=torch.int32)),
     "distributed.linear_token_logprobs.start": Argument("errors", lambda case: 0, _NOT_INTS[:2], (-1, 2**62 + 1)),
 }  # fmt: skip
+
+# What keyword arguments of every function are called, in this order: what is read, then what is wanted, `normalize` first, and where.
+READ = {"temperature": 1.0, "mask": None, "lengths": None}
+WHERE = {"dim": -1, "out": None, "backend": None, "group": None}
 
 # Arguments that mean nothing by themselves: what is given with them.
 WITH = {"ties": ("ranks",), "topk_groups": ("groups",), "group_score": ("groups",)}

@@ -38,6 +38,8 @@ def share_of(given: dict[str, Any], parameters_: list[str], first: bool) -> dict
             found[x] = y[..., tokens] if x == "logits" else y[tokens]
         elif x == "mask":
             found[x] = y[..., tokens if y.dtype == torch.bool else words]
+        elif x == "lengths":
+            found[x] = y.clamp(max=_CUT) if first else (y - _CUT).clamp(min=0)
         elif x == "generator" and not first:
             found[x] = GeneratorOf(y + 1)  # not asked for its numbers
         elif x == "start":

@@ -16,7 +16,20 @@ from torch import Tensor
 
 import fused_topk
 import fused_topk.distributed
-from contract import ARGUMENTS, FUNCTIONS, KINDS, Case, argument, arguments, calls, functions, parameters
+from contract import (
+    ARGUMENTS,
+    FUNCTIONS,
+    KINDS,
+    READ,
+    WHERE,
+    Case,
+    argument,
+    arguments,
+    calls,
+    function_of,
+    functions,
+    parameters,
+)
 from contract_results import LEARNED, assert_close, call, exact, gradients, parts_of, with_gradients
 
 FEW, MANY = Case(), Case((5, 7), seed=1)
@@ -44,6 +57,20 @@ def test_all_functions_and_arguments_are_listed():
     assert {x.rpartition(".")[2] for x in ARGUMENTS} == used
     for listed in (*FUNCTIONS.values(), *(x.kinds for x in ARGUMENTS.values())):
         assert set(listed.split()) <= set(KINDS)
+
+
+@pytest.mark.parametrize("name", [x for x in FUNCTIONS if x != "warm_up"])
+def test_arguments_have_one_order_and_one_default(name):
+    of_function = inspect.signature(function_of(name)).parameters
+    named = [x for x in parameters(name) if of_function[x].kind is inspect.Parameter.KEYWORD_ONLY]
+    read, where = ([x for x in group if x in named] for group in (READ, WHERE))
+    own = [x for x in named if x not in (*read, *where)]
+    assert named == [*read, *own, *where] and "normalize" not in own[1:]
+    for x, default in {**READ, **WHERE, "normalize": "allowed"}.items():
+        assert x not in of_function or of_function[x].default == default, x
+    if {"logits", "local_logits"} & set(of_function) and name != "router_topk":
+        # Of logits themselves there is no temperature.
+        assert read == [x for x in READ if x != "temperature" or (not name.endswith(".topk") and name != "topk")]
 
 
 @pytest.mark.parametrize("name", functions("gradients"))

@@ -286,7 +286,7 @@ def test_warm_up_leaves_no_waiting_to_the_first_call(cuda, tmp_path):
         import torch, fused_topk
         from fused_topk.cuda_runtime import driver
         logits = torch.randn(2, 128256, device="cuda")
-        assert fused_topk.warm_up(logits.shape, 8, dtypes=logits.dtype, masked=True) == 2
+        assert fused_topk.warm_up(logits.shape, 8, dtypes=logits.dtype, mask=True) == 2
         driver._load = None
         torch.cuda.synchronize()
         torch.cuda._sleep({100 * CYCLES})

@@ -123,9 +123,6 @@ def test_what_an_operator_must_not_be_given(backend):
         torch.ops.fused_topk.row_topk(
             *LogitRows(logits, row_temperature=of_rows), 4, "softmax", "allowed", backend.name
         )
-    mask = torch.ones(3, 40, dtype=torch.bool, device=backend.device)
-    with pytest.raises(ValueError, match="`mask` must be None for whole rows"):
-        torch.ops.fused_topk.full_rows(*LogitRows(logits, mask=mask), "softmax", torch.float32, backend.name)
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])

@@ -88,7 +88,7 @@ def test_draws(gpus, shape, dtype):
     wanted = set().union(
         *(asked(*call, hidden, given) for call in calls for hidden in (None, mask) for given in (None, noise))
     )
-    options = {"functions": "sample", "dtypes": dtype, "masked": True, "device": 1}
+    options = {"functions": "sample", "dtypes": dtype, "mask": True, "device": 1}
     assert fused_topk.warm_up(shape, 900, **options) == len(wanted)
     assert compiled(gpus) == wanted
 
@@ -103,7 +103,7 @@ def test_masks(gpus, function, normalize):
     # topk() has no `normalize`.
     over = "allowed" if function == "topk" else normalize
     wanted = set().union(*(asked_by(function, shape, 8, dtype, mask, over) for mask in masks))
-    options = {"functions": function, "dtypes": dtype, "masked": True, "normalize": normalize}
+    options = {"functions": function, "dtypes": dtype, "mask": True, "normalize": normalize}
     assert fused_topk.warm_up(shape, 8, **options, device=0) == len(wanted) == 2
     assert compiled(gpus) == wanted
 
@@ -114,7 +114,7 @@ def test_lengths(gpus, function):
     shape, options = (3, 40_000), {"functions": function, "dtypes": torch.float16, "device": 0}
     without = fused_topk.warm_up(shape, 8, **options)
     plain = compiled(gpus)
-    assert fused_topk.warm_up(shape, 8, **options, ragged=True) > without
+    assert fused_topk.warm_up(shape, 8, **options, lengths=True) > without
     logits, lengths = torch.zeros(shape, dtype=torch.float16), torch.tensor([0, 7, 40_000])
     values = "log_softmax" if function == "log_softmax_topk" else "state"
     k = 8 if function != "sample" else launch.sample_list_length(40_000, 8)
@@ -124,25 +124,24 @@ def test_lengths(gpus, function):
     assert names[0] in compiled(gpus) - plain
 
 
-@pytest.mark.parametrize("function", ["log_softmax_topk", "softmax_topk", "sample"])
-def test_targets(gpus, function):
-    """The ranks' kernel, and where values are no log-probabilities, that of the best token's."""
+@pytest.mark.parametrize("function", ["token_logprobs", "sample"])
+def test_ranks(gpus, function):
+    """The ranks' kernel alone, beside those of the best token and of the k best."""
     shape, options = (3, 40_000), {"functions": function, "dtypes": torch.float16, "device": 0}
     fused_topk.warm_up(shape, 1025, **options)
     plain = compiled(gpus)
-    fused_topk.warm_up(shape, 1025, **options, targets=True)
-    logits, targets = torch.zeros(shape, dtype=torch.float16), torch.zeros(3, 1, dtype=torch.int64)
+    if function == "token_logprobs":
+        assert plain == {x for k in (1, 1025) for x in asked_by("log_softmax_topk", shape, k, torch.float16)}
+    fused_topk.warm_up(shape, 1025, **options, ranks=True)
+    logits, tokens = torch.zeros(shape, dtype=torch.float16), torch.zeros(3, 1, dtype=torch.int64)
     with recorded() as names, mock.patch.object(cuda, "multiprocessors", lambda device: 132):
-        cuda.target_ranks(RankProblem(LogitRows(logits), targets, True), torch.empty_like(targets))
-        if function == "softmax_topk":
-            problem = TopkProblem(LogitRows(logits), 1, "log_softmax", "allowed")
-            start(cuda, problem, empty_result(problem))
+        cuda.target_ranks(RankProblem(LogitRows(logits), tokens, True), torch.empty_like(tokens))
     assert compiled(gpus) - plain == set(names)
 
 
 def test_whole_rows_with_lengths(gpus):
     logits, lengths = torch.zeros(3, 40_000), torch.tensor([0, 7, 40_000])
-    fused_topk.warm_up(logits.shape, functions="softmax", dtypes=torch.float32, ragged=True, device=0)
+    fused_topk.warm_up(logits.shape, functions="softmax", dtypes=torch.float32, lengths=True, device=0)
     with recorded() as names:
         start_full_rows(cuda, FullRowProblem(LogitRows(logits, lengths=lengths), "softmax"), torch.empty_like(logits))
     assert names[0] in compiled(gpus)
@@ -239,8 +238,8 @@ def test_what_the_functions_would_refuse_is_refused(arguments, options, message)
             r"`dtypes` must be of float32, .* got torch.int64",
         ),
         (((2, 10), 2), {"dtypes": None}, r"`dtypes` must be of float32, .* got None"),
-        (((2, 10), 2), {"masked": torch.ones(2, 10)}, r"`masked` must be a bool, got Tensor"),
-        (((2, 10), 2), {"targets": "no"}, r"`targets` must be a bool, got str"),
+        (((2, 10), 2), {"mask": torch.ones(2, 10)}, r"`mask` must be a bool, got Tensor"),
+        (((2, 10), 2), {"ranks": "no"}, r"`ranks` must be a bool, got str"),
         (((2, 10), 2), {"device": 0.5}, r"`device` must name a device of torch, got 0.5"),
     ],
 )

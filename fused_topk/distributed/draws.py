@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import philox
 from ..operators import calls
 from ..problem import Kept, Sample, result_dtype
-from ..rows import LogitRows, unpacked
+from ..rows import LogitRows
 from ..scale import Scale
 from .collective import all_gather
 from .functions import Gathered, gather_states
@@ -65,8 +65,7 @@ class Columns(NamedTuple):
         if counted:
             words.append((self.rows.counted() != -torch.inf).sum(1, keepdim=True))
         tail = torch.cat(words, 1)
-        logits, mask = self.rows.logits, self.rows.mask
-        call = gather_states(logits, k, self.group, 1.0, mask, "allowed", self.backend, None, tail, settings)
+        call = gather_states(self.rows, k, "allowed", self.backend, self.group, None, tail, settings)
         assert call.tails is not None
         told = Names(call.tails[0, :, 2:3], call.tails[0, :, 3:4], names.stream)
         return Exchanged(self, call, blocks, temperature, told, k)
@@ -83,8 +82,6 @@ class _Blocks(NamedTuple):
     def of(columns: Columns, temperature: Tensor) -> _Blocks:
         logits, mask = columns.rows.logits, columns.rows.mask
         rows, length = logits.shape
-        if mask is not None:
-            mask = unpacked(mask, length)
         whole = length // _BLOCK * _BLOCK
         states = []
         for part in (slice(0, whole), slice(whole, length)):

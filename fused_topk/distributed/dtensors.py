@@ -42,7 +42,9 @@ def row(
         rows = check_rows(local.logits, local.temperature, local.mask)
         result = calls.row_topk(rows, k, values, normalize, backend)
     else:
-        result = functions.row(values, local.logits, k, local.group, local.temperature, local.mask, normalize, backend)
+        result = functions.row(
+            values, local.logits, k, local.temperature, local.mask, None, normalize, backend, local.group
+        )
     leading, (best, indices, logsumexp) = tuple(logits.shape[:-1]), result
     if values != "logits":
         logsumexp = local.whole(logsumexp, leading)
@@ -88,17 +90,19 @@ def full_rows(
     logits: Tensor,
     dim: int,
     temperature: float | Tensor,
+    mask: Tensor | None,
     dtype: torch.dtype | None,
     backend: str | None,
 ) -> Tensor:
     """softmax, log_softmax or logsumexp. Values stay where their logits are."""
     _check(logits, dim)
-    local = _Local(logits, None, temperature)
+    local = _Local(logits, mask, temperature)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
+    rows = check_rows(local.logits, local.temperature, local.mask, may_be_empty=local.group is not None)
     if local.group is not None:
-        result = of_columns.full_rows(values, local.logits, local.group, local.temperature, out_dtype, backend)
+        result = of_columns.full_rows(values, rows, out_dtype, backend, local.group)
     else:
-        result = calls.full_rows(check_rows(local.logits, local.temperature), values, out_dtype, backend)
+        result = calls.full_rows(rows, values, out_dtype, backend)
     if values == "logsumexp":
         return local.whole(result, tuple(logits.shape[:-1]))
     return local.whole(result, tuple(logits.shape), local.placements)

@@ -12,28 +12,30 @@ from torch.autograd.function import once_differentiable
 
 from ..operators import calls
 from ..problem import result_dtype
+from ..rows import LogitRows
 from ..scale import Scale
 from .functions import gather_states
 
 
 def full_rows(
     values: str,
-    local_logits: Tensor,
-    group: Any,
-    temperature: float | Tensor,
+    rows: LogitRows,
     dtype: torch.dtype,
     backend: str | None,
+    group: Any,
 ) -> Tensor:
-    """The result of the process's columns, or for "logsumexp" the one of whole rows, the same on every process."""
+    """The result of the process's columns, which `rows` has, or for "logsumexp" the one of whole rows, the same on every process."""
     # The gradient does not go through the states, because those of other processes carry none to their columns.
-    logits = local_logits if values == "logsumexp" else local_logits.detach()
-    call = gather_states(logits, 1, group, temperature, None, "allowed", backend)
+    local_logits = rows.logits
+    if values != "logsumexp":
+        rows = rows.with_logits(local_logits.detach())
+    call = gather_states(rows, 1, "allowed", backend, group)
     if values == "logsumexp":
         whole: Tensor = calls.merge_parts(*call.parts, 1, *call.scale, "softmax", "allowed", backend)[2]
         return whole
     _, _, normalizer = calls.merge_parts(*call.parts, 1, *call.scale, "state", "allowed", backend)
     result: Tensor = _OfColumns.apply(  # type: ignore[no-untyped-call]
-        local_logits, normalizer, call.scale, values, dtype, group
+        local_logits, normalizer, call.scale, values, dtype, group, rows.uncounted()
     )
     return result
 
@@ -50,25 +52,31 @@ class _OfColumns(torch.autograd.Function):
         values: str,
         dtype: torch.dtype,
         group: Any,
+        hidden: Tensor | None,
     ) -> Tensor:
         m, d = normalizer.unsqueeze(-1).unbind(0)
+        if hidden is not None:
+            logits = logits.masked_fill(hidden, -torch.inf)
         shifted = scale.log_weight(logits.to(normalizer.dtype), m)
         result = shifted.exp() / d if values == "softmax" else shifted - d.log()
         # A row without a finite normalizer has no probabilities, as in torch.softmax.
         result = result.where(m.isfinite() & d.log().isfinite(), torch.nan).to(dtype)
         ctx.scale, ctx.values, ctx.group, ctx.dtype = scale, values, group, logits.dtype
-        ctx.save_for_backward(result)
+        ctx.save_for_backward(result, hidden)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (result,) = ctx.saved_tensors
+        result, hidden = ctx.saved_tensors
         dtype = result_dtype(ctx.dtype)
         of_result, g = result.to(dtype), gradient.to(dtype)
+        if hidden is not None:
+            # The value of a hidden token is the constant 0 or -inf.
+            g = g.masked_fill(hidden, 0.0)
         if ctx.values == "softmax":
             g = g * of_result
         p = of_result if ctx.values == "softmax" else of_result.exp()
         total = g.sum(-1, keepdim=True)
         dist.all_reduce(total, group=ctx.group)
-        return ctx.scale.back(g - p * total).to(ctx.dtype), *(None,) * 5
+        return ctx.scale.back(g - p * total).to(ctx.dtype), *(None,) * 6

@@ -35,11 +35,12 @@ def softmax_topk(
     local_logits: Tensor,
     k: int,
     *,
-    group: Any = None,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     normalize: str = "allowed",
     backend: str | None = None,
+    group: Any = None,
 ) -> TopK:
     """The k largest probabilities of the whole vocabulary, the same on every process of the group.
 
@@ -54,12 +55,13 @@ def softmax_topk(
             processes, and may be 0.
         k: the number of results per row, at most the size of the whole vocabulary; the same on all processes. Compiled calls,
             and those in a CUDA graph, cannot check it: they fill the result up with the value of a logit of -inf and the index -1.
-        group: the process group; by default the one of all processes.
         temperature: a positive number, or a tensor with one number per row; the same on all processes.
         mask: the tokens that may be chosen, of this process's columns: bool, or packed int32 with the process's first column
             first.
+        lengths: how many of this process's first columns there are, one number a row, 0 <= length <= V_local.
         normalize: "allowed", "all" or "topk", of the whole vocabulary. See :func:`fused_topk.softmax_topk`.
         backend: None, "cuda", "cpu" or "reference".
+        group: the process group; by default the one of all processes.
 
     Returns:
         TopK as :func:`fused_topk.softmax_topk` returns it for the whole vocabulary.
@@ -78,18 +80,19 @@ def softmax_topk(
         and calls with k > V_local. It can be captured in a CUDA graph after such a first call, and compiled with
         fullgraph=True.
     """
-    return row("softmax", local_logits, k, group, temperature, mask, normalize, backend)
+    return row("softmax", local_logits, k, temperature, mask, lengths, normalize, backend, group)
 
 
 def log_softmax_topk(
     local_logits: Tensor,
     k: int,
     *,
-    group: Any = None,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     normalize: str = "allowed",
     backend: str | None = None,
+    group: Any = None,
 ) -> TopK:
     """The k largest log-probabilities of the whole vocabulary, the same on every process of the group.
 
@@ -97,11 +100,17 @@ def log_softmax_topk(
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.log_softmax_topk`.
     """
-    return row("log_softmax", local_logits, k, group, temperature, mask, normalize, backend)
+    return row("log_softmax", local_logits, k, temperature, mask, lengths, normalize, backend, group)
 
 
 def topk(
-    local_logits: Tensor, k: int, *, group: Any = None, mask: Tensor | None = None, backend: str | None = None
+    local_logits: Tensor,
+    k: int,
+    *,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    backend: str | None = None,
+    group: Any = None,
 ) -> TopKLogits:
     """The k largest logits of the whole vocabulary, bit for bit, the same on every process of the group.
 
@@ -109,7 +118,7 @@ def topk(
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.topk`.
     """
-    values, indices, _ = row("logits", local_logits, k, group, 1.0, mask, "allowed", backend)
+    values, indices, _ = row("logits", local_logits, k, 1.0, mask, lengths, "allowed", backend, group)
     return TopKLogits(values, indices)
 
 
@@ -118,11 +127,12 @@ def beam_topk(
     beam_scores: Tensor,
     k: int,
     *,
-    group: Any = None,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     normalize: str = "allowed",
     backend: str | None = None,
+    group: Any = None,
 ) -> TopK:
     """One step of beam search over the whole vocabulary: the k best continuations, the same on every process of the group.
 
@@ -146,39 +156,42 @@ def beam_topk(
     check_beam_scores(beam_scores, local_logits)
     check_common_normalize(normalize, "beam_topk")
     beams = local_logits.shape[1]
-    call = gather_states(local_logits, k, group, temperature, mask, normalize, backend, of_row=beams)
+    rows = check_rows(local_logits, temperature, mask, lengths, may_be_empty=True)
+    call = gather_states(rows, k, normalize, backend, group, of_row=beams)
     parts, vocab_size = call.parts, call.vocab_size
     k_of_beam = k if vocab_size is None else min(k, vocab_size)
-    rows = calls.merge_parts(*parts, k_of_beam, *call.scale, "log_softmax", normalize, backend)
-    scores = beam_scores.to(rows.values.dtype).unsqueeze(-1)
-    accumulated = (rows.values + scores).flatten(1)
+    of_beam = calls.merge_parts(*parts, k_of_beam, *call.scale, "log_softmax", normalize, backend)
+    scores = beam_scores.to(of_beam.values.dtype).unsqueeze(-1)
+    accumulated = (of_beam.values + scores).flatten(1)
     ranked = accumulated.detach()
     of_beams = torch.arange(beams, device=accumulated.device).unsqueeze(-1)
-    tokens = of_beams * (parts.lengths.sum() if vocab_size is None else vocab_size) + rows.indices
+    tokens = of_beams * (parts.lengths.sum() if vocab_size is None else vocab_size) + of_beam.indices
     if vocab_size is None:
         # A list that is longer than the vocabulary ends with places that have no token. They rank below every token, also
         # below those with -inf.
-        is_void = rows.indices < 0
+        is_void = of_beam.indices < 0
         ranked = ranked.clamp(min=torch.finfo(ranked.dtype).min).masked_fill(is_void.flatten(1), -torch.inf)
         tokens = tokens.masked_fill(is_void, _NO_TOKEN)
     # Of equal scores the one that is earlier in the lists comes first: the smaller beam, and within a beam the row's order.
     best = calls.row_topk(LogitRows(ranked), k, "logits", "allowed", backend).indices
-    return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), rows.logsumexp)
+    return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), of_beam.logsumexp)
 
 
 def row(
     values: str,
     local_logits: Tensor,
     k: int,
-    group: Any,
     temperature: float | Tensor,
     mask: Tensor | None,
+    lengths: Tensor | None,
     normalize: str,
     backend: str | None,
+    group: Any,
 ) -> TopK:
     check_logits(local_logits, "local_logits")
     check_normalize(normalize)
-    call = gather_states(local_logits, k, group, temperature, mask, normalize, backend)
+    rows = check_rows(local_logits, temperature, mask, lengths, may_be_empty=True)
+    call = gather_states(rows, k, normalize, backend, group)
     return calls.merge_parts(*call.parts, k, *call.scale, values, normalize, backend)
 
 
@@ -192,18 +205,16 @@ class Gathered(NamedTuple):
 
 
 def gather_states(
-    local_logits: Tensor,
+    rows: LogitRows,
     k: int,
-    group: Any,
-    temperature: float | Tensor,
-    mask: Tensor | None,
     normalize: str,
     backend: str | None,
+    group: Any,
     of_row: int | None = 1,
     tail: Tensor | None = None,
     others: tuple[Any, ...] = (),
 ) -> Gathered:
-    """Exchanges the states of the processes' columns.
+    """Exchanges the states of the processes' columns, of which `rows` has this process's.
 
     of_row: the number of rows that k is chosen from, one or the beams; None where k may exceed the vocabulary. tail: a tensor to
     exchange along with the states, of one shape and dtype on all processes. others: plain values that must be the same on all
@@ -212,7 +223,7 @@ def gather_states(
     group = group_of(group)
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_backend(backend)
-    rows = check_rows(local_logits, temperature, mask, may_be_empty=True)
+    local_logits = rows.logits
     length, device = local_logits.shape[-1], local_logits.device
     packing = Packing(tuple(local_logits.shape[:-1]), k, local_logits.dtype, 0 if tail is None else tail.nbytes)
     header = Header.of(length, k, packing.rows, local_logits.dtype, normalize, _beside(tail, others))

@@ -148,10 +148,10 @@ def linear_token_logprobs(
     tokens: Tensor,
     local_bias: Tensor | None = None,
     *,
-    start: int,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     normalize: str = "allowed",
+    start: int,
     k: int = 0,
     backend: str | None = None,
     group: Any = None,
@@ -167,9 +167,9 @@ def linear_token_logprobs(
     Args:
         tokens: int64 (...) or (..., n), tokens of the whole vocabulary, the same on all processes. A negative number stands for
             none.
+        normalize: "allowed" or "all".
         start: the token of this process's first row: how many rows the processes before it have. Nothing compares it with their
             numbers of rows.
-        normalize: "allowed" or "all".
         k: how many of the row's best tokens to return as well; 0 for none.
 
     Contract:

@@ -25,7 +25,7 @@ from ..gone import refuse
 from ..layout.topk_choice import MAX_K
 from ..operators import calls
 from ..problem import Sample, TopK
-from ..row_arguments import GREATEST_TEMPERATURE, LEAST_TEMPERATURE, check_mask, check_row_numbers
+from ..row_arguments import GREATEST_TEMPERATURE, LEAST_TEMPERATURE, check_row_numbers, check_rows
 from ..rows import LogitRows
 from .collective import group_of
 from .draws import Columns, Exchanged, Names, Parameters, Wanted, from_all
@@ -39,9 +39,9 @@ _ROOM_FOR_TIES = 64
 def sample(
     local_logits: Tensor,
     *,
-    group: Any = None,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     top_k: int | Tensor = 0,
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
@@ -53,6 +53,7 @@ def sample(
     logprobs: str = "model",
     kept: bool = False,
     backend: str | None = None,
+    group: Any = None,
     **gone: NoReturn,
 ) -> Sample:
     """Tokens drawn from the whole vocabulary, the same on every process of the group.
@@ -62,9 +63,9 @@ def sample(
 
     Args:
         local_logits: shape (..., V_local), this process's columns, as for :func:`softmax_topk`.
-        group: the process group; None: all processes.
         temperature: this and all following arguments are those of :func:`fused_topk.sample`.
         mask: the tokens of this process's columns that may be drawn.
+        lengths: how many of this process's first columns there are, one number a row.
         top_k: how many of the best tokens may be drawn; 0 or -1 for all.
         top_p: the share of the probability that may be drawn.
         min_p: the least probability, relative to the best token's.
@@ -77,6 +78,7 @@ def sample(
         logprobs: "model", or "kept" for log-probabilities of the distribution that was drawn from.
         kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
         backend: None, "cuda", "cpu" or "reference": what reads the columns.
+        group: the process group; None: all processes.
 
     Returns:
         Sample, as :func:`fused_topk.sample` returns it for the whole vocabulary.
@@ -105,12 +107,11 @@ def sample(
     rows = local_logits.shape[:-1].numel()
     check_flags(kept=kept)
     parameters = _checked(local_logits, temperature, top_k, top_p, min_p)
-    allowed = check_mask(mask, local_logits)
+    hidden = check_rows(local_logits, 1.0, mask, lengths, may_be_empty=True).uncounted()
     # With a seed the names are the same on all processes. Without one, those of the first process are taken.
     names = of_rows.names_of(seed, counter, generator, local_logits)
     logits = local_logits.detach().reshape(rows, length_here)
-    if allowed is not None:
-        allowed = allowed.reshape(rows, allowed.shape[-1])
+    allowed = None if hidden is None else ~hidden.reshape(rows, length_here)
     columns = Columns(LogitRows(logits, mask=allowed), group, backend)
     own_names = _as_names(names, logits)
     is_whole_row = (_is_number(top_k, 0) or _is_number(top_k, -1)) and _is_number(top_p, 1) and _is_number(min_p, 0)

@@ -10,7 +10,7 @@ from ..arguments import check_backend, check_dim, check_logits, check_result_dty
 from ..operators import calls
 from ..plans import full_row_plan
 from ..problem import result_dtype
-from ..row_arguments import check_rows, plain_rows
+from ..row_arguments import check_rows, plain_rows, vocabulary_last
 
 
 def softmax(
@@ -18,6 +18,7 @@ def softmax(
     dim: int = -1,
     *,
     temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
     lengths: Tensor | None = None,
     dtype: torch.dtype | None = None,
     backend: str | None = None,
@@ -38,6 +39,8 @@ def softmax(
         temperature: divides the logits. A positive number, or a floating-point tensor with one number per row,
             broadcastable to the shape of `logits` without `dim`. The values of a CPU tensor are checked. Those of a
             CUDA tensor are not: a row whose temperature is not positive has NaN results.
+        mask: the tokens that count, as for :func:`softmax_topk`: bool or packed int32. The others have the probability 0, in one
+            more pass over the logits.
         lengths: how many of a row's first tokens there are: int32 or int64, 0 <= length <= V, broadcastable to the shape of
             `logits` without `dim`. A token at or beyond its row's length counts as a logit of -inf, whatever lies there, and
             is not read. The values of a CPU tensor are checked; those of a CUDA tensor are clamped.
@@ -60,7 +63,7 @@ def softmax(
         :func:`warm_up`). Can be captured in a CUDA graph and compiled with fullgraph=True. Differentiable with respect
         to the logits.
     """
-    return _values("softmax", logits, dim, temperature, lengths, dtype, backend)
+    return _values("softmax", logits, dim, temperature, mask, lengths, dtype, backend)
 
 
 def log_softmax(
@@ -68,6 +71,7 @@ def log_softmax(
     dim: int = -1,
     *,
     temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
     lengths: Tensor | None = None,
     dtype: torch.dtype | None = None,
     backend: str | None = None,
@@ -84,6 +88,7 @@ def log_softmax(
         logits: see :func:`softmax`, which describes all arguments.
         dim: the vocabulary dimension.
         temperature: a positive number, or a tensor with one number per row.
+        mask: the tokens that count, bool or packed int32.
         lengths: how many of a row's first tokens there are, one number a row.
         dtype: None, or torch.float32.
         backend: None, "cuda", "cpu" or "reference".
@@ -94,7 +99,7 @@ def log_softmax(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
-    return _values("log_softmax", logits, dim, temperature, lengths, dtype, backend)
+    return _values("log_softmax", logits, dim, temperature, mask, lengths, dtype, backend)
 
 
 def logsumexp(
@@ -102,6 +107,7 @@ def logsumexp(
     dim: int = -1,
     *,
     temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
     lengths: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -114,6 +120,7 @@ def logsumexp(
         logits: see :func:`softmax`, which describes all arguments.
         dim: the vocabulary dimension.
         temperature: a positive number, or a tensor with one number per row.
+        mask: the tokens that count, bool or packed int32.
         lengths: how many of a row's first tokens there are, one number a row.
         backend: None, "cuda", "cpu" or "reference".
 
@@ -124,7 +131,7 @@ def logsumexp(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
-    return _values("logsumexp", logits, dim, temperature, lengths, None, backend)
+    return _values("logsumexp", logits, dim, temperature, mask, lengths, None, backend)
 
 
 def _values(
@@ -132,6 +139,7 @@ def _values(
     logits: Tensor,
     dim: int,
     temperature: float | Tensor,
+    mask: Tensor | None,
     lengths: Tensor | None,
     dtype: torch.dtype | None,
     backend: str | None,
@@ -139,6 +147,7 @@ def _values(
     if (
         type(dim) is int
         and dim == -1
+        and mask is None
         and (backend is None or type(backend) is str)
         and (dtype is None or type(dtype) is torch.dtype)
     ):
@@ -152,11 +161,12 @@ def _values(
         from ..distributed import dtensors
 
         check_whole_rows("lengths", lengths, "set the logits to -inf there")
-        return dtensors.full_rows(values, logits, dim, temperature, dtype, backend)
+        return dtensors.full_rows(values, logits, dim, temperature, mask, dtype, backend)
     check_logits(logits)
     dims = logits.dim()
     dim = check_dim(dim, dims)
-    rows = check_rows(logits if dim == dims - 1 else logits.movedim(dim, -1), temperature, lengths=lengths)
+    last = logits if dim == dims - 1 else logits.movedim(dim, -1)
+    rows = check_rows(last, temperature, vocabulary_last(mask, dim, dims), lengths)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
     result = calls.full_rows(rows, values, out_dtype, backend)
     return result if rows.logits is logits or values == "logsumexp" else result.movedim(-1, dim)

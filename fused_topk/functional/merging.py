@@ -32,11 +32,11 @@ def topk_state(
     logits: Tensor,
     k: int,
     *,
-    start: int = 0,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
+    start: int = 0,
     backend: str | None = None,
 ) -> TopKState:
     """The state (m, d, T) of a part of every row, in one read of the logits: what :func:`merge_topk` takes.
@@ -50,12 +50,12 @@ def topk_state(
         logits: shape (..., V_part), the columns `start` ... `start` + V_part - 1 of every row. See :func:`softmax_topk`,
             which describes all arguments but `start`.
         k: the number of candidates to keep. Where it exceeds V_part, all V_part are kept.
-        start: the token at which the part begins; start + V_part may exceed 2^31.
         temperature: a positive number, or a tensor with one number per row. The merge must be given the same.
         mask: the tokens of the part that may be chosen, bool or packed int32, with the part's first token first.
         lengths: how many of the part's first tokens there are, one number a row.
         normalize: "allowed": m and d are of the allowed tokens. "all": they are of the whole part, and the mask hides
             tokens from the choice only. "topk": as "allowed"; the merge then normalises by what it chooses.
+        start: the token at which the part begins; start + V_part may exceed 2^31.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
@@ -121,9 +121,9 @@ def merge_topk(
     parts: Sequence[TopKState],
     k: int,
     *,
-    kind: str = "softmax",
     temperature: float | Tensor = 1.0,
     normalize: str = "allowed",
+    kind: str = "softmax",
     backend: str | None = None,
     **gone: NoReturn,
 ) -> TopK:
@@ -137,10 +137,10 @@ def merge_topk(
         parts: see :func:`merge_states`.
         k: the number of results per row, at most what the parts hold together. A part must hold its own k best, or all of
             its tokens.
-        kind: what the values are, "softmax", "log_softmax" or "logits", as :func:`softmax_topk`, :func:`log_softmax_topk` and :func:`topk`.
         temperature: the one that the states were made with: a positive number, or a tensor with one number per row.
         normalize: the one that the states were made with. "topk": the values are relative to the k chosen. "allowed" and "all"
             make no difference here: the states have it.
+        kind: what the values are, "softmax", "log_softmax" or "logits", as :func:`softmax_topk`, :func:`log_softmax_topk` and :func:`topk`.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:

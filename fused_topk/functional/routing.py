@@ -32,6 +32,7 @@ def router_topk(
     logits: Tensor,
     k: int,
     *,
+    mask: Tensor | None = None,
     scoring: str = "softmax",
     bias: Tensor | None = None,
     groups: int = 1,
@@ -39,9 +40,8 @@ def router_topk(
     group_score: str = "top2",
     renormalize: bool = False,
     scale: float = 1.0,
-    mask: Tensor | None = None,
-    dim: int = -1,
     index_dtype: torch.dtype = torch.int64,
+    dim: int = -1,
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
     **gone: NoReturn,
@@ -69,6 +69,7 @@ def router_topk(
     Args:
         logits: shape (..., E), float32, float16, bfloat16 or float64, any strides, any device.
         k: the number of experts per token, 1 <= k <= E.
+        mask: the experts that may be chosen, bool or packed int32 as for :func:`softmax_topk`: others count as logits of -inf.
         scoring: "softmax" of the row, "sigmoid", or "sqrtsoftplus", the square root of log(1 + e^x).
         bias: shape (E,), added to the scores for the choice alone. float32 (float64 for float64 logits); others are converted.
         groups: the number of groups of adjacent experts, all of one size.
@@ -76,9 +77,8 @@ def router_topk(
         group_score: the score of a group: "top2", the sum of its two best experts' score + bias; or "max", its best expert's.
         renormalize: whether the weights are divided by their sum + 1e-20.
         scale: multiplies the weights, at the end.
-        mask: the experts that may be chosen, bool or packed int32 as for :func:`softmax_topk`: others count as logits of -inf.
-        dim: the dimension of the experts.
         index_dtype: torch.int64 or torch.int32, of the experts; written directly. `out` has its own.
+        dim: the dimension of the experts.
         out: (weights, experts) to write into instead of new tensors. They may have any strides.
         backend: None, "cuda", "cpu" or "reference", as for :func:`softmax_topk`. "cuda" and "cpu" take E <= 1024 and k <= 32,
             and no float64. None runs torch operations beyond that.

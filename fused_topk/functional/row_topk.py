@@ -181,7 +181,7 @@ def topk(
     if gone:
         refuse("topk", gone)
     values, indices, _ = _row("logits", logits, k, dim, 1.0, mask, lengths, "allowed", out, backend)
-    return _new(TopKLogits, (values, indices))
+    return TopKLogits(values, indices)
 
 
 def _row(
@@ -252,7 +252,9 @@ def _fields(values: str) -> tuple[str, ...]:
 
 
 def _may_be_plain(out: Any, values: str) -> bool:
-    return type(out) in _OUT_TYPES and len(out) == len(_fields(values)) and all(type(x) is Tensor for x in out)
+    if type(out) not in _OUT_TYPES or len(out) != len(_fields(values)):
+        return False
+    return type(out[0]) is type(out[1]) is type(out[-1]) is Tensor
 
 
 def _written(plan: TopkPlan, rows: LogitRows, out: tuple[Tensor, ...]) -> TopK:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ..arguments import (
 )
 from ..backends import cuda
 from ..cuda_runtime import driver
+from ..gone import refuse
 from ..layout import full_row_launch, launch, router_launch
 from ..problem import TopkProblem
 from ..rows import DTYPES, LogitRows, named
@@ -35,8 +36,14 @@ _TOPK_VALUES = {
     "topk_state": "state",
 }
 _MERGES = ("merge_states", "merge_topk")
-_FUNCTIONS = (*_TOPK_VALUES, *_MERGES, "softmax", "log_softmax", "logsumexp", "sample", "router_topk")
-_OF_LM_HEADS = ("linear_softmax_topk", "linear_log_softmax_topk", "linear_topk", "linear_sample")
+_FUNCTIONS = (*_TOPK_VALUES, *_MERGES, "softmax", "log_softmax", "logsumexp", "sample", "token_logprobs", "router_topk")
+_OF_LM_HEADS = (
+    "linear_softmax_topk",
+    "linear_log_softmax_topk",
+    "linear_topk",
+    "linear_sample",
+    "linear_token_logprobs",
+)
 
 
 def warm_up(
@@ -45,15 +52,16 @@ def warm_up(
     *,
     functions: str | Sequence[str] = "softmax_topk",
     dtypes: torch.dtype | Sequence[torch.dtype] = torch.bfloat16,
-    masked: bool = False,
-    ragged: bool = False,
-    targets: bool = False,
+    mask: bool = False,
+    lengths: bool = False,
     normalize: str = "allowed",
+    ranks: bool = False,
     device: torch.device | str | int | None = None,
+    **gone: NoReturn,
 ) -> int:
     """Compiles and loads the kernels of later calls, so that these calls neither compile nor wait for the GPU.
 
-    >>> fused_topk.warm_up([(n, 128256) for n in (1, 8, 64)], k=[8, 50], masked=True)  # doctest: +SKIP
+    >>> fused_topk.warm_up([(n, 128256) for n in (1, 8, 64)], k=[8, 50], mask=True)  # doctest: +SKIP
 
     Without it, the first call of a kernel on a GPU compiles the kernel for about a second, or reads it from disk if an
     earlier process has compiled it. Then it loads the kernel and waits for the GPU. Which kernel a call needs depends
@@ -62,16 +70,16 @@ def warm_up(
     Args:
         shapes: one or several shapes of logits, as the functions take them, such as (rows, V). The kernels serve logits
             of these shapes that are contiguous or whose rows begin at multiples of 16 bytes.
-        k: one or several k; not needed for full rows and routers. For sample() it is the `top_k` of the calls whose
+        k: one or several k; not needed for full rows, routers and token_logprobs(). For sample() it is the `top_k` of the calls whose
             `top_k` is one number; calls with a tensor, or without top-k, are prepared in any case.
         functions: the names of one or several of the package's functions. For those of fused_topk.distributed name "topk_state",
             with the shapes of a process's columns, and "merge_topk". The functions of LM heads cannot be prepared: make one such
             call ahead.
         dtypes: one or several dtypes of the logits.
-        masked: whether to prepare calls with a mask too.
-        ragged: whether to prepare calls with lengths too. Those with a mask and lengths have the kernels of those with a mask.
-        targets: whether to prepare calls with targets, and draws with ranks, too.
+        mask: whether to prepare calls with a mask too.
+        lengths: whether to prepare calls with lengths too. Those with a mask and lengths have the kernels of those with a mask.
         normalize: the `normalize` of the calls with a mask.
+        ranks: whether token_logprobs() and sample() are asked for ranks.
         device: the GPU; by default torch's current one.
 
     Returns:
@@ -82,23 +90,24 @@ def warm_up(
         TypeError, ValueError: an argument that the functions would refuse.
         RuntimeError: a kernel does not compile.
     """
+    if gone:
+        refuse("warm_up", gone)
     names = _names(functions)
     check_normalize(normalize)
-    if "beam_topk" in names:
-        check_common_normalize(normalize, "beam_topk")
-    check_flags(masked=masked, ragged=ragged, targets=targets)
+    for name in ("beam_topk", "token_logprobs"):
+        if name in names:
+            check_common_normalize(normalize, name)
+    check_flags(mask=mask, lengths=lengths, ranks=ranks)
     of_dtypes, of_shapes = _dtypes(dtypes), _shapes(shapes)
     ks, gpu = _ks(k), _gpu(device)
     if "sample" in names and min(ks, default=0) < -1:
         raise ValueError(f"`k` must satisfy -1 <= k for sample, got k={min(ks)}; 0 or -1 is a call without top-k")
-    calls = _Calls(ks, masked, ragged, normalize, gpu)
+    calls = _Calls(ks, mask, lengths, normalize, ranks, gpu)
     asked = [
         kernel
         for name, shape, dtype in product(names, of_shapes, of_dtypes)
         for kernel in calls.kernels(name, shape, dtype)
     ]
-    if targets:
-        asked += calls.kernels_of_targets(names, of_shapes, of_dtypes)
     kernels = dict.fromkeys(asked)
     for kernel in kernels:
         driver.function(gpu.index, kernel)
@@ -109,9 +118,10 @@ class _Calls(NamedTuple):
     """The calls to prepare: all but their functions, shapes and dtypes."""
 
     ks: list[int]
-    masked: bool
-    ragged: bool
+    mask: bool
+    lengths: bool
     normalize: str
+    ranks: bool
     gpu: torch.device
 
     def kernels(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
@@ -130,9 +140,14 @@ class _Calls(NamedTuple):
             yield from (launch.merge_kernel(dtype, warps) for warps in launch.MERGE_WARPS)
         elif name == "sample":
             yield from self._of_draws((rows, vocab_size), dtype)
+        elif name == "token_logprobs":
+            # Its best token's, and those of its k best.
+            yield from self._replace(ks=[1, *self.ks])._of_topk("log_softmax_topk", shape, dtype)
+            if self.ranks:
+                yield launch.rank_kernel(dtype)
         else:
             yield cuda.full_row_kernel(vocab_size, dtype, self.gpu.index)
-            if self.ragged:
+            if self.lengths:
                 choice = cuda.full_row_choice(self.gpu.index, vocab_size, dtype.itemsize)
                 yield full_row_launch.kernel_name(choice, dtype, dtype, is_aligned=False)
 
@@ -159,26 +174,15 @@ class _Calls(NamedTuple):
         for top_k, read in product([0, *self.ks], self._rows(shape, dtype)):
             length = launch.sample_list_length(shape[-1], top_k)
             yield cuda.topk_kernel(TopkProblem(read, length, "state", "allowed"), self.gpu.index)
-
-    def kernels_of_targets(
-        self, names: list[str], shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]
-    ) -> Iterator[str]:
-        """The kernel that counts ranks. For calls whose values are no log-probabilities of the row, the kernel that finds the best
-        token's, too."""
-        for dtype in dtypes:
-            if backends.pick(self.gpu, dtype, 1, None) is cuda:
-                yield launch.rank_kernel(dtype)
-        if self.normalize == "topk" or {"softmax_topk", "topk"}.intersection(names):
-            over = self._replace(ks=[1], normalize="all" if self.normalize == "all" else "allowed")
-            for shape, dtype in product(shapes, dtypes):
-                yield from over.kernels("log_softmax_topk", shape, dtype)
+        if self.ranks:
+            yield launch.rank_kernel(dtype)
 
     def _rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[LogitRows]:
         """Rows of that shape, without memory: plain rows, and those with a mask or with lengths that calls may have."""
         rows = [LogitRows(torch.empty(shape, dtype=dtype, device="meta"))]
-        if self.masked:
+        if self.mask:
             rows.append(rows[0]._replace(mask=torch.empty(shape, dtype=torch.bool, device="meta")))
-        if self.ragged:
+        if self.lengths:
             rows.append(rows[0]._replace(lengths=torch.empty(shape[:-1], dtype=torch.int32, device="meta")))
         return rows
 

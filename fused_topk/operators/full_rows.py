@@ -18,6 +18,9 @@ library.define(f"full_rows({ROWS_SCHEMA}, str values, ScalarType dtype, str? bac
 
 def full_rows(*arguments: Any) -> Tensor:
     rows, request = unflattened(arguments)
+    if rows.mask is not None:
+        # The kernels of whole rows read no mask.
+        rows = rows.with_logits(rows.counted())._replace(mask=None, lengths=None)
     return plans.full_row_plan(rows.logits.device, rows.layout(), *request).run(rows)
 
 
