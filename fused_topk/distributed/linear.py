@@ -85,8 +85,9 @@ def linear_softmax_topk(
         Order, ties and special values: those of :func:`fused_topk.softmax_topk` for the logits that the processes compute. The
         collective takes at most 8 + 12 k bytes a row from each process, and 16 bytes a call, rounded up on a CPU as
         :func:`softmax_topk` has it.
-        Values and logsumexp are differentiable, once, with respect to hidden, local_weight and local_bias. The gradients are those of a loss that every process computes alike from the result. The backward pass sums the gradient of
-        `hidden` over the processes, in one all-reduce.
+        Values and logsumexp are differentiable, once, with respect to hidden, local_weight and local_bias. The gradients are those
+        of a loss that every process computes alike from the result. The backward pass sums the gradient of `hidden` over the
+        processes, in one all-reduce.
     """
     if gone:
         refuse("linear_softmax_topk", gone)
