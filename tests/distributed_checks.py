@@ -394,12 +394,15 @@ def full_rows_of_dtensors(rank: int, size: int) -> None:
         torch.testing.assert_close(got.full_tensor(), run(of_special), equal_nan=True, rtol=2e-6, atol=2e-6)
         live = distribute_tensor(logits, mesh, [placement]).requires_grad_()
         plain = logits.clone().requires_grad_()
-        of_live, of_plain = run(live, temperature=t), run(plain, temperature=t)
-        scale = 1.0 if entry == "logsumexp" else weights
-        (of_live.full_tensor() * scale).sum().backward()
-        (of_plain * scale).sum().backward()
-        torch.testing.assert_close(of_live.full_tensor(), of_plain, rtol=1e-6, atol=2e-6)
-        torch.testing.assert_close(live.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
+        for mask in (None, random_mask(4, 43, share=0.7)):
+            live.grad = plain.grad = None
+            of_live, of_plain = run(live, temperature=t, mask=mask), run(plain, temperature=t, mask=mask)
+            scale = 1.0 if entry == "logsumexp" else weights
+            # Hidden tokens have the constant -inf, whatever their share in a loss is.
+            torch.autograd.backward(of_live.full_tensor(), torch.ones_like(of_plain) * scale)
+            torch.autograd.backward(of_plain, torch.ones_like(of_plain) * scale)
+            torch.testing.assert_close(of_live.full_tensor(), of_plain, rtol=1e-6, atol=2e-6)
+            torch.testing.assert_close(live.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
     half = distribute_tensor(logits.bfloat16(), mesh, [Shard(1)])
     assert fused_topk.softmax(half).dtype == torch.bfloat16
     assert fused_topk.softmax(half, dtype=torch.float32).dtype == fused_topk.logsumexp(half).dtype == torch.float32
