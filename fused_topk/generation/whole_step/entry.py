@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from ..lm_head import sharded_head_of
 from ..statistics import count_reason, count_stock
 from ..tensor_parallel import local_forms
-from . import attention, attribute, given_cache, graphs, parallel, prompts, reasons, traces, trial
+from . import attention, attribute, given_cache, graphs, norms, parallel, prompts, reasons, traces, trial
 from .beams import Rules
 from .cache import state_layers
 from .choosing import TopKRecord
@@ -107,6 +107,7 @@ def _made_ready(model: Any) -> Ready:
 def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
     is_spread = sharded_head_of(model) is not None
     try:
+        # It has the model's own norms. So a trial compares ours, too.
         stock = _twin_of(model, None, is_steady=False)
     # Whatever it is: for example, a configuration cannot be copied.
     except Exception as error:
@@ -120,6 +121,7 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
     is_taken = False
     try:
         twin = _twin_of(model, attention.name_for(text_config(model.config)._attn_implementation))
+        norms.take(twin)
         watching.watch(twin)
         is_taken = decoder_of(twin) is Decoder
         reason = trial.reason_against(twin, stock) if is_taken else f"{type(model).__name__} takes no other attention"
@@ -136,6 +138,7 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
     if reason is not None:
         # Then the model is tried in the other form.
         twin = _twin_of(model, None)
+        norms.take(twin)
         watching.watch(twin)
         of_rows = trial.reason_against(twin, stock, is_static=False)
         if of_rows is not None:
