@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -98,6 +100,34 @@ class Wide(Norm):
         return super().forward(x).float()
 
 
+class OtherInBfloat16(Norm):
+    def forward(self, x):
+        return super().forward(x * 1.05 if x.dtype is torch.bfloat16 else x)
+
+    def root(self, x):
+        return super().root(x / 1.05 if x.dtype is torch.bfloat16 else x)
+
+
+class RoundingOnce(Norm):
+    def forward(self, x):
+        return (x.float() * self.root(x) * self.weight.float()).to(x.dtype)
+
+
+class Weighted(NamedTuple):
+    weight: torch.Tensor
+    eps: float
+    root = Norm.root
+
+
+class Unlike(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x):
+        pytest.fail("it has run")
+
+
 class Raising(Norm):
     def forward(self, x):
         raise NotImplementedError
@@ -187,8 +217,20 @@ def test_norms_are_as_near_to_float64_as_before(make, dtype, device):
         torch.testing.assert_close(norm(x), own(x), rtol=5e-7, atol=0)
 
 
-def test_a_result_of_another_dtype_is_left_alone():
-    assert type(taken(Wide(), torch.bfloat16)) is Wide
+@pytest.mark.parametrize("make", [Wide, OtherInBfloat16], ids=lambda make: make.__name__)
+def test_what_differs_in_16_bits_is_left_alone(make):
+    assert isinstance(taken(make()), norms._Norm)
+    assert type(taken(make(), torch.bfloat16)) is make
+
+
+def test_an_operation_that_rounds_more_often_in_16_bits_is_not_used(monkeypatch):
+    monkeypatch.setattr(torch, "rms_norm", lambda x, size, weight, eps: Norm.forward(Weighted(weight, eps), x))
+    assert isinstance(taken(Norm(), torch.bfloat16), norms._Norm)
+    assert type(taken(RoundingOnce(), torch.bfloat16)) is RoundingOnce
+
+
+def test_what_does_not_look_like_a_norm_is_not_run():
+    assert type(taken(Unlike())) is Unlike
 
 
 def test_attributes_tell_norms_of_a_class_apart():
@@ -204,6 +246,7 @@ def test_attributes_tell_norms_of_a_class_apart():
 def test_a_weight_is_read_at_each_call_and_unknown_inputs_go_to_the_norm_itself():
     own, norm = Norm(), taken(Norm())
     x = torch.randn(4, SIZE)
+    norm(x)
     with torch.no_grad():
         for each in (own, norm):
             each.weight.mul_(3)
