@@ -135,22 +135,28 @@ def main(
                 of_beams = work.options["num_beams"]
                 runs[CTRANSLATE2] = whole_calls.with_ctranslate2(work.model, chosen.tokenizer, work.inputs, of_beams)
             calls[work.name] = whole_calls.measure(runs, work.new_tokens, rounds, work.model)
+            if csv:
+                # After each, so that an interrupted run has what it found.
+                results.write(csv, records_of(calls, place))
             typer.echo(f"measured: {work.name}", err=True)
         is_right = chosen is None or checked(console, chosen, texts, works)
     except (ValueError, RuntimeError) as error:
         _fail(str(error))
 
-    origin = results.origin_on(place)
+    records, origin = records_of(calls, place), results.origin_on(place)
     title += f", {str(precision).removeprefix('torch.')}"
     print_calls(console, title, calls, origin)
-    records = [r for case, of_case in calls.items() for r in whole_calls.records_of(case, of_case, origin)]
     save_plot(output, f"{title}\n{origin.machine}, {origin.date}, commit {origin.commit or 'unknown'}", records)
     console.print(f"Plot: {output}")
     if csv:
-        results.write(csv, records)
         console.print(f"Numbers: {csv}")
     if not is_right:
         raise typer.Exit(1)
+
+
+def records_of(calls: dict[str, dict[str, Calls]], place: torch.device) -> list[results.Record]:
+    origin = results.origin_on(place)
+    return [record for case, ways in calls.items() for record in whole_calls.records_of(case, ways, origin)]
 
 
 def works_of_model(chosen: CausalModel, inputs: dict[str, Tensor], beams: int, new_tokens: int) -> list[Work]:

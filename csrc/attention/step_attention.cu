@@ -14,7 +14,7 @@
 // go from global memory to registers, to which place there the tables decide: nothing is copied.
 //
 // A text's keys are cut into parts, whose length depends on the text alone, and parts are merged in one order. So the same text gives
-// the same bits in every batch. A block has one part, or several where there are more parts than blocks that run at a time.
+// the same bits in every batch. A block has one part, or all of a row where there are rows enough for the GPU.
 #include "tile_product.cuh"
 
 namespace fused_topk {

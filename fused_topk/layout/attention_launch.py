@@ -69,8 +69,8 @@ def plan(
     rows_of_blocks = -(-tiles // warps_in_rows) * heads
     keys = _keys_of_part(places)
     parts = -(-places // keys)
-    # As many blocks as run at a time.
-    parts_of_block = min(parts, -(-rows_of_blocks * parts // (resident_blocks(dim) * multiprocessors)))
+    # Where there are enough texts and heads for the GPU, a block has all parts of a row.
+    parts_of_block = parts if 2 * rows_of_blocks >= resident_blocks(dim) * multiprocessors else 1
     return AttentionLaunch(
         grid=(-(-parts // parts_of_block), -(-tiles // warps_in_rows), heads),
         warps_in_rows=warps_in_rows,
