@@ -164,7 +164,7 @@ def test_linear_opcheck(has_targets, keeps_state):
     torch.library.opcheck(torch.ops.fused_topk.linear_topk.default, arguments)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", [*ENTRIES, "linear_token_logprobs"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_linear_compile(entry, dynamic):
     torch._dynamo.reset()
@@ -175,8 +175,9 @@ def test_linear_compile(entry, dynamic):
         results = []
         for run in (function, compiled):
             learned = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-            found = run(learned[0], learned[1], 4, learned[2])
-            (found.values * torch.arange(4)).sum().backward()
+            wanted = torch.arange(rows) if entry == "linear_token_logprobs" else 4
+            found = [x for x in run(learned[0], learned[1], wanted, learned[2]) if x is not None]
+            (found[0] * torch.arange(1, 1 + found[0].shape[-1])).sum().backward()
             results.append([*(x.detach() for x in found), *(x.grad for x in learned)])
         for got, want in zip(*results):
             torch.testing.assert_close(got, want)

@@ -89,7 +89,9 @@ def linear_softmax_topk(
     """
     if gone:
         refuse("linear_softmax_topk", gone)
-    return TopK(*_linear("softmax", hidden, weight, k, bias, temperature, mask, normalize, backend)[:3])
+    # Unpacked, because torch.compile of torch 2.6 cannot trace a slice of a named tuple.
+    values, indices, logsumexp, *_ = _linear("softmax", hidden, weight, k, bias, temperature, mask, normalize, backend)
+    return TopK(values, indices, logsumexp)
 
 
 def linear_log_softmax_topk(
@@ -129,7 +131,10 @@ def linear_log_softmax_topk(
     """
     if gone:
         refuse("linear_log_softmax_topk", gone)
-    return TopK(*_linear("log_softmax", hidden, weight, k, bias, temperature, mask, normalize, backend)[:3])
+    values, indices, logsumexp, *_ = _linear(
+        "log_softmax", hidden, weight, k, bias, temperature, mask, normalize, backend
+    )
+    return TopK(values, indices, logsumexp)
 
 
 def linear_topk(
