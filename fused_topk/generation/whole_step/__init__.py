@@ -21,11 +21,13 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
     cache, ancestry, attention, decoder    the forward pass of a decoder; the encoder of an encoder-decoder has run before
     row_form             the second form of the forward pass, with a row for each beam
     facts                what can be read from a model and its configuration
+    norms                a twin's RMS norms, each as one operation
+    layers               a twin's layers as compiled code, for steps on a GPU
     head                 the choice from hidden states on a CPU, for which no logits are computed
     plan, choosing       the call's processors, and the choice from logits
     given_cache          a cache of transformers that a call goes on with, or leaves for the next call
     room                 for how many new tokens there is room, which grows
-    shape, kept, store, compiled, graphs    steps for later calls of the same shape: compiled, captured as CUDA graphs, or both
+    shape, kept, store, compiled, graphs    steps for later calls of the same shape: captured as CUDA graphs, or compiled whole
     beams, texts, search, results    the state of a search, the loops, and what is returned
     draws                what stock generate() would draw, from the user's generator
     streaming            the streamer of a call that may run twice

@@ -13,6 +13,7 @@ of transformers, with a row for each beam, and are reordered at every step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,7 +60,6 @@ class Places:
 
     def __init__(self, is_text: Tensor, beams: int, is_kept: bool) -> None:
         self._is_text = is_text
-        self.beams = beams
         self.is_kept = is_kept
         # How many new tokens of each beam can be written now; and how many the layers have places for, or are to grow to. Places
         # beyond the first number may hold anything.
@@ -70,9 +70,8 @@ class Places:
         self.num_past = 0
         self._of_step = torch.arange(beams, device=is_text.device) + is_text.shape[1]
         self.written = self._of_step
-        # How many new tokens have places that attention looks at, and where these places end.
-        self.shown = 0
-        self.end = is_text.shape[1]
+        # As many numbers as there are new tokens with places that attention looks at.
+        self._shown = is_text.new_empty(0, 0)
         # int64 [batch, beams, shown]: where each new token of a beam's past is among the beams; None where masks say it.
         self.gathered: Tensor | None = None
         self._length: Length | Tensor | None = None
@@ -85,8 +84,29 @@ class Places:
 
     @property
     def prompt(self) -> int:
-        """Places for the prompt. The size of a tensor, because compiled code serves all sizes, but only one value of an attribute."""
+        """Places for the prompt. The size of a tensor, as others here: compiled code serves all sizes, but one value of an attribute."""
         return self._is_text.shape[1]
+
+    @property
+    def beams(self) -> int:
+        return self._of_step.shape[0]
+
+    @property
+    def shown(self) -> int:
+        """How many new tokens have places that attention looks at."""
+        return self._shown.shape[0]
+
+    @property
+    def end(self) -> int:
+        """Where these places end."""
+        return self.up_to(self.shown)
+
+    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """Tensors with the dimensions whose sizes the code of a layer does not depend on."""
+        yield self._is_text, (0, 1)
+        yield from ((each, (0,)) for each in (self._of_step, self.written, self._shown))
+        if self.gathered is not None:
+            yield self.gathered, (0, 1, 2)
 
     @property
     def length(self) -> Length | Tensor | int:
@@ -111,8 +131,7 @@ class Places:
         """Args: see ancestry.Mask, and `gathered` here."""
         self.gathered = gathered
         self.written = self._of_step + step * self.beams
-        self.shown = shown
-        self.end = self.up_to(shown)
+        self._shown = self._is_text.new_empty(shown, 0)
         if self._text_length is not None:
             length = self._text_length + step.squeeze(0)
             # torch.compile would make other code for each bound of a Length.
@@ -141,6 +160,12 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _empty(self, like: Tensor) -> Tensor:
         batch, heads, _, dim = like.shape
         return like.new_empty(batch, heads, self._places.up_to(self._places.capacity), dim)
+
+    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """See :meth:`Places.sizes_that_vary`."""
+        if self.is_initialized:
+            yield from ((each, (0, 2)) for each in (self.keys, self.values))
+        yield from self._places.sizes_that_vary()
 
     def clear(self, begin: int, end: int) -> None:
         """Makes places zero: attention multiplies what no beam looks at by zero, and 0 * NaN would be NaN."""
@@ -283,6 +308,10 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 for each in (key_states, values)
             )
             self.is_initialized = True
+
+    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """See :meth:`Places.sizes_that_vary`."""
+        yield from ((each, (0, 2)) for each in (self.keys, self.values))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.lazy_initialization(key_states, value_states)

@@ -88,6 +88,10 @@ class Codes:
         # A copy: other threads may add to the dict.
         return sum(code.number for codes in [*self._of.values()] for code in codes)
 
+    def whole(self, function: Any, key: Hashable) -> Code:
+        """The code of the function in one piece. key: see :meth:`ways`."""
+        return self._of.setdefault(key, [Code(function, True)])[0]
+
     def ways(self, function: Any, args: tuple[Any, ...], key: Hashable) -> list[Callable[[], Any]]:
         """Ways to run the function on the arguments as compiled code. The first that works is to be taken.
 

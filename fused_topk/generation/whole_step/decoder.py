@@ -64,6 +64,7 @@ class Decoder:
         source: the length of an encoder's output; a shorter one has padding after it. None for a model without an encoder.
         is_kept: whether later calls read other prompts with it, by the same compiled code.
         headless: the twin without its LM head, for :meth:`read_states`; None where that is not called.
+        for_steps: a twin that reads the tokens after the prompt; None where `twin` does.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class Decoder:
         source: int | None = None,
         is_kept: bool = False,
         headless: Any = None,
+        for_steps: Any = None,
     ) -> None:
         self._twin = twin
+        self._for_steps = twin if for_steps is None else for_steps
         self._headless = headless
         # A frozenset: every version of torch.compile traces it.
         self._arguments = arguments_of(twin.forward)
@@ -259,7 +262,7 @@ class Decoder:
             tokens: int64 [batch, beams], the new token of each beam.
             parents, step, shown: see :class:`ancestry.Mask`. There is room for as many as are shown.
         """
-        return self.read_by(self._twin, tokens, parents, step, shown)
+        return self.read_by(self._for_steps, tokens, parents, step, shown)
 
     def read_states(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """What the LM head would get, [batch * beams, H]. Arguments as of :meth:`read`."""

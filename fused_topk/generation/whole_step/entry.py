@@ -154,9 +154,9 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
     is_static = is_static and of_capture is None
     # Tried only when it is asked for: few calls are given a cache.
     of_past = functools.cache(functools.partial(trial.reason_against_past, twin, stock))
-    return Ready(
-        twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set(), of_past, of_capture
-    )
+    of_layers = functools.cache(functools.partial(trial.reason_against_layers, twin, stock))
+    head, reads_mask = trial.head(twin), trial.reads_mask(twin)
+    return Ready(twin, None, snapshot, Store(), head, is_static, reads_mask, set(), of_past, of_layers, of_capture)
 
 
 def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
@@ -257,6 +257,11 @@ class Loop:
         if together is not None and way is not None and way.is_compiled:
             count_reason("compile=True with a tensor-parallel model, whose steps are not compiled")
             way = Way(False, True) if way.is_captured else None
+        if way is not None and all(way) and ready.is_static:
+            of_layers = ready.reason_against_layers()
+            if of_layers is not None:
+                count_reason(of_layers)
+                way = Way(False, True)
         streamer = None if self._streamer is None else Once(self._streamer)
         search = _search(ready, streamer, way, input_ids, plan, criteria, generation_config, inputs)
         search = search._replace(topk=self._topk)

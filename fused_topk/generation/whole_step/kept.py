@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ... import functional
 from ..tensor_parallel.group import all_say
-from . import compiled, graphs
+from . import compiled, graphs, layers
 from .beams import choose
 from .compiled import Codes, OneGraph, Place
 from .decoder import Decoder, Prompt
@@ -51,7 +51,13 @@ class KeptStep:
 
     def __init__(self, twin: Any, head: Head | None, shape: Shape, codes: Codes, group: Any = None) -> None:
         device, is_greedy = shape.device, shape.beams == 1
-        if head is not None and not head.serves(shape.batch * shape.beams, 1 if is_greedy else shape.kept):
+        # Layers that are compiled by themselves are those of the twin with its head.
+        for_steps = None
+        if all(shape.way):
+            for_steps = layers.apart(twin, layers.compiled(codes.whole(layers.called, shape.of_layers())))
+        if head is not None and (
+            for_steps or not head.serves(shape.batch * shape.beams, 1 if is_greedy else shape.kept)
+        ):
             head = None
         self._twin = twin
         self._head = head
@@ -65,6 +71,7 @@ class KeptStep:
             shape.source,
             is_kept=True,
             headless=None if head is None else head.headless,
+            for_steps=for_steps,
         )
         self.shape = shape
         # How many new tokens there are, and the number of the one that ends every text, from 0 on.
@@ -236,7 +243,7 @@ class KeptStep:
 
     def _made(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         ways: list[Callable[[], Any]] = [graphs.Bound(function, args)]
-        if self.shape.way.is_compiled:
+        if self.shape.way.is_compiled and not self.shape.way.is_captured:
             for tensor, dims in self._sizes_that_vary():
                 compiled.let_vary(tensor, dims)
             key = kind, self.shape.of_code(), self.decoder.gathers, self._head is None

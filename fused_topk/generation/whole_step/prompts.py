@@ -41,6 +41,8 @@ class Ready(NamedTuple):
     unread: set[str]
     # Gives the reason why no prompt of the model can follow a given cache; None where one can.
     reason_against_past: Callable[[], str | None] = lambda: None
+    # Gives the reason why its layers cannot be compiled by themselves: see :mod:`layers`.
+    reason_against_layers: Callable[[], str | None] = lambda: None
     # Why steps cannot be captured, though they can be kept; None as far as is known.
     of_capture: str | None = None
 

@@ -70,6 +70,10 @@ class Shape(NamedTuple):
         source = None if self.source is None else min(self.source, 2)
         return self._replace(batch=min(self.batch, 2), prompt=min(self.prompt, 2), source=source)
 
+    def of_layers(self) -> Shape:
+        """The same for all shapes whose layers share compiled code."""
+        return self.of_code()._replace(beams=min(self.beams, 2), kept=0)
+
 
 def most_room(rules: Rules) -> int:
     """The most tokens that a kept step has room for. Rounded up, so that there are few sizes."""

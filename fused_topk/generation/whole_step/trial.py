@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoEModelOutput
 
-from . import graphs
+from . import graphs, layers
 from .cache import WITH_KEYS, state_layers
 from .decoder import Decoder, Prompt, Source, positions_of
 from .facts import cache_argument, num_layers, vocab_size_of
@@ -50,6 +50,18 @@ def reason_against(twin: Any, stock: Any, is_static: bool = True) -> str | None:
     except Exception as error:
         raise_if_from_a_signal(error)
         return f"{name} with {form} raises {said_by(error)}"
+
+
+def reason_against_layers(twin: Any, stock: Any) -> str | None:
+    """Why the layers of a model do not compute the same if they do not tell which one they are; None where they do.
+
+    Args:
+        twin, stock: see :func:`reason_against`, which has no reason against them.
+    """
+    try:
+        return reason_against(layers.apart(twin), stock)
+    except ValueError as error:
+        return f"{type(stock).__name__} has {error}"
 
 
 def reason_against_parts(local: Any, model: Any) -> str | None:
