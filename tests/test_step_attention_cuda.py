@@ -65,28 +65,47 @@ def test_the_same_bits_in_every_run_batch_and_graph():
         assert torch.equal(cuda_attention.step_attention(*given, 0.125), whole)
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
-@pytest.mark.parametrize("name", whole_steps.SERVED)
-def test_families_read_their_keys_by_a_table(name, num_beams, monkeypatch):
-    # Heads of 32 dimensions, of which the families of the other tests have 8.
+@pytest.fixture
+def _wide_heads(monkeypatch):
+    """Heads of 32 dimensions, of which the families of the other tests have 8."""
     for key in ("hidden_size", "head_dim"):
         monkeypatch.setitem(whole_steps._SHAPE, key, {"hidden_size": 128, "head_dim": 32}[key])
     monkeypatch.setitem(whole_steps.FAMILIES, "GPT2", {**whole_steps.FAMILIES["GPT2"], "n_embd": 128})
+
+
+@pytest.mark.usefixtures("_wide_heads")
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("name", whole_steps.SERVED)
+def test_families_read_their_keys_by_a_table(name, num_beams, monkeypatch):
     calls = []
     run = cuda_attention.step_attention
     monkeypatch.setattr(cuda_attention, "step_attention", lambda *args: calls.append(args) or run(*args))
     for dtype in attention_launch.DTYPES:
-        model = copy.deepcopy(whole_steps.family.__wrapped__(name, 1)).to("cuda", dtype)
-        inputs = {key: each.cuda() for key, each in inputs_for(model, 4, padding=2).items()}
-        options = {"num_beams": num_beams, "max_new_tokens": 12, "do_sample": False, "output_scores": True}
-        stats(reset=True)
-        with fused_decoding(model), torch.no_grad():
-            found = model.generate(**inputs, **options, return_dict_in_generate=True)
-        steps = stats(reset=True)
+        steps = generated(name, num_beams, dtype)
         if name in ("Mixtral", "Qwen2Moe", "Qwen3Moe") and steps.whole == 0:
             continue  # Their experts may ask the device.
         assert steps.whole > 0 and steps.stock == 0 and calls, steps
-        if num_beams > 1:
-            with torch.no_grad():
-                expected = rescored(model, inputs, found, num_beams)
-            torch.testing.assert_close(found.sequences_scores, expected, rtol=0, atol=0.1)
+
+
+@pytest.mark.usefixtures("_wide_heads")
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Mistral"])
+def test_compiled_layers_read_their_keys_by_a_table(name, num_beams):
+    steps = generated(name, num_beams, torch.bfloat16, compile=True)
+    assert steps.compiled == steps.captured == steps.whole > 0, steps
+
+
+def generated(name, num_beams, dtype, **how):
+    """What the steps of a call were, whose scores are those of its texts."""
+    model = copy.deepcopy(whole_steps.family.__wrapped__(name, 1)).to("cuda", dtype)
+    inputs = {key: each.cuda() for key, each in inputs_for(model, 4, padding=2).items()}
+    options = {"num_beams": num_beams, "max_new_tokens": 12, "do_sample": False, "output_scores": True}
+    stats(reset=True)
+    with fused_decoding(model, **how), torch.no_grad():
+        found = model.generate(**inputs, **options, return_dict_in_generate=True)
+    steps = stats(reset=True)
+    if num_beams > 1:
+        with torch.no_grad():
+            expected = rescored(model, inputs, found, num_beams)
+        torch.testing.assert_close(found.sequences_scores, expected, rtol=0, atol=0.1)
+    return steps
