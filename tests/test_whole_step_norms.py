@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -302,3 +304,12 @@ def test_a_trial_finds_another_norm(monkeypatch):
         assert "something else" in entry._made_ready(model).reason
     finally:
         disable(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen3"])
+def test_norms_are_taken_on_a_gpu(cuda, name, dtype):
+    model = copy.deepcopy(family(name)).to("cuda", dtype)
+    count = sum("RMSNorm" in type(each).__name__ for each in model.modules())
+    norms.take(model)
+    assert sum(isinstance(each, norms._Norm) for each in model.modules()) == count
