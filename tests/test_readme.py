@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import fused_topk
 from fused_topk import distributed, generation
@@ -56,10 +57,18 @@ def _documents_with_examples() -> list[object]:
     ]
 
 
+def _of_the_reader() -> dict[str, object]:
+    """The model and the inputs that README.md takes for granted."""
+    config = transformers.LlamaConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.generation_config.update(eos_token_id=None, pad_token_id=0)
+    return {"model": model, "inputs": {"input_ids": torch.tensor([[1, 5, 9]]), "attention_mask": torch.ones(1, 3)}}
+
+
 @pytest.mark.parametrize("document", _documents_with_examples())
 def test_examples_print_what_they_say(document):
     """In the order of the text, in one namespace, as a reader would type them."""
-    namespace: dict[str, object] = {}
+    namespace: dict[str, object] = _of_the_reader() if document == README else {}
     torch.manual_seed(0)
     generation.stats(reset=True)
     for code, output in _blocks(document):
@@ -101,7 +110,7 @@ def test_the_example_of_several_processes_prints_what_it_says(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 def test_the_example_of_a_tensor_parallel_model_prints_what_it_says(tmp_path):
-    transformers = pytest.importorskip("transformers", minversion="5.24", reason="earlier versions leave heads whole")
+    pytest.importorskip("transformers", minversion="5.24", reason="earlier versions leave heads whole")
     pytest.importorskip("accelerate", reason="transformers loads tensor-parallel models with accelerate")
     ((code, output),) = _PROGRAM.findall((ROOT / "docs" / "generation.md").read_text())
     config = transformers.LlamaConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
