@@ -13,7 +13,9 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 
+import fused_topk
 from decoding import inputs_for, stats
+from fused_topk.cuda_runtime import tickets
 from fused_topk.cuda_runtime.capture import Graph
 from fused_topk.generation import disable, enable, fused_decoding
 from whole_steps import family
@@ -263,3 +265,16 @@ def _synchronized():
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def test_a_capture_takes_one_set_of_tickets(cuda):
+    """However many launches it has: their number is limited, and none comes back."""
+    x = torch.randn(1, 128256, device="cuda")
+    index = torch.cuda.current_device()
+    fused_topk.log_softmax_topk(x, 5)
+    before = tickets._reserves[index].taken[0]
+    expected = fused_topk.log_softmax_topk(x, 5)
+    graph = Graph(lambda: [fused_topk.log_softmax_topk(x, 5) for _ in range(9)], x.device)
+    assert tickets._reserves[index].taken[0] - before == 1
+    for _ in range(3):
+        assert all(torch.equal(found.values, expected.values) for found in graph.replay())

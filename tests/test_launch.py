@@ -92,6 +92,33 @@ def test_captured_launches_share_no_counters(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_stream")
+def test_launches_of_one_graph_and_stream_share_counters(monkeypatch):
+    reserve = torch.empty(10, dtype=torch.int32)
+    monkeypatch.setattr(tickets, "_RESERVED_TICKETS", 10)
+    monkeypatch.setattr(tickets, "_reserves", {0: tickets._TicketReserve(reserve, [0])})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for first in (0, 5):
+        with tickets.one_capture():
+            # A launch that needs more gets others.
+            found = [(tickets.zeroed(0, count) - reserve.data_ptr()) // 4 for count in (2, 1, 2, 3, 1, 3)]
+            assert found == [first + place for place in (0, 0, 0, 2, 2, 2)]
+    with tickets.one_capture():
+        # Without a reserve nothing is shared: the graph uses the memory again.
+        zeros = torch.zeros
+        made = []
+        monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: made.append(args) or zeros(*args, **kwargs))
+        tickets.zeroed(0, 2), tickets.zeroed(0, 2)
+        assert len(made) == 2
+    with tickets.one_capture():
+        monkeypatch.setattr(tickets, "_RESERVED_TICKETS", 20)
+        of_streams = set()
+        for stream in (7, 8):
+            monkeypatch.setattr(tickets, "raw_stream", lambda device, stream=stream: stream)
+            of_streams |= {tickets.zeroed(0, 2), tickets.zeroed(0, 2)}
+        assert len(of_streams) == 2
+
+
+@pytest.mark.usefixtures("one_stream")
 def test_counters_of_a_device_that_captures_while_another_is_current(monkeypatch):
     current = [0]
 

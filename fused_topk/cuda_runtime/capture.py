@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .tickets import raw_stream
+from .tickets import one_capture, raw_stream
 
 # A capture begins with a wait for the device, which breaks the capture of any other thread. So captures wait for each other.
 _lock = threading.Lock()
@@ -68,7 +68,8 @@ class Graph:
 
     def _captured(self, run: Callable[[], Any]) -> Any:
         runtime, stream = self._runtime, self._stream.cuda_stream
-        with _without_collector(), torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._index):
+        pool = torch.cuda.use_mem_pool(self._pool, self._index)
+        with _without_collector(), one_capture(), torch.cuda.stream(self._stream), pool:
             runtime.streamBeginCapture(stream, runtime.streamCaptureModeThreadLocal)
             try:
                 output = run()

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -38,6 +40,8 @@ _stream_tickets: dict[tuple[int, int], Tensor] = {}
 # The counters of streams that have asked for none so far, by device. One allocation serves many streams: torch allocates 2 MiB at least.
 _spare_tickets: dict[int, list[Tensor]] = {}
 _outgrown_tickets: list[Tensor] = []
+# By device and stream, the address and the number of the counters that the launches of a capture share, in a block of one_capture().
+_of_capture: ContextVar[dict[tuple[int, int], tuple[int, int]] | None] = ContextVar("fused_topk_tickets", default=None)
 
 
 def _is_capturing(device: int) -> bool:
@@ -57,20 +61,24 @@ def prepare(device: int) -> None:
         _reserves[device] = _TicketReserve(tickets, [0])
 
 
+@contextmanager
+def one_capture() -> Iterator[None]:
+    """A with block in which all captured launches of this thread are of one graph. Those of one stream then share one set of counters."""
+    token = _of_capture.set({})
+    try:
+        yield
+    finally:
+        _of_capture.reset(token)
+
+
 def zeroed(device: int, count: int) -> int:
     """Address of `count` zeroed counters that no launch running at the same time uses.
 
-    A launch leaves them zero, so the launches of one stream share one set. A captured launch gets a set of its own.
+    A launch leaves them zero, so the launches of one stream share one set. A captured launch gets a set of its own, unless it says of
+    which graph it is: see :func:`one_capture`.
     """
     if _is_capturing(device):
-        with _lock:
-            reserve = _reserves.get(device)
-            if reserve is not None and reserve.taken[0] + count <= _RESERVED_TICKETS:
-                first = reserve.taken[0]
-                reserve.taken[0] += count
-                return reserve.tickets.data_ptr() + 4 * first
-        # The reserve is used up. These counters are in the graph's own memory, and the graph zeroes them at every replay.
-        return torch.zeros(count, dtype=torch.int32, device=f"cuda:{device}").data_ptr()
+        return _of_captured(device, count)
     key = device, raw_stream(device)
     tickets = _stream_tickets.get(key)
     if tickets is None or tickets.numel() < count:
@@ -82,6 +90,24 @@ def zeroed(device: int, count: int) -> int:
                     _outgrown_tickets.append(tickets)
                 tickets = _stream_tickets[key] = _new(device, count)
     return tickets.data_ptr()
+
+
+def _of_captured(device: int, count: int) -> int:
+    sets, key = _of_capture.get(), (device, raw_stream(device))
+    address, number = (0, 0) if sets is None else sets.get(key, (0, 0))
+    if number >= count:
+        return address
+    with _lock:
+        reserve = _reserves.get(device)
+        if reserve is not None and reserve.taken[0] + count <= _RESERVED_TICKETS:
+            address = reserve.tickets.data_ptr() + 4 * reserve.taken[0]
+            reserve.taken[0] += count
+            if sets is not None:
+                sets[key] = address, count
+            return address
+    # The reserve is used up. These counters are in the graph's own memory, and the graph zeroes them at every replay. Later launches use
+    # that memory for other tensors.
+    return torch.zeros(count, dtype=torch.int32, device=f"cuda:{device}").data_ptr()
 
 
 def _new(device: int, count: int) -> Tensor:
