@@ -202,6 +202,7 @@ def generate_both(model, inputs=None, *, fused=fused_decoding, **options):
 
 def assert_same(stock, given, atol: float = 2e-5) -> None:
     """Same sequences; scores of sequences and of tokens within `atol`, or some units in the last place of float32."""
+    assert type(given) is type(stock)
     torch.testing.assert_close(given["sequences"], stock["sequences"], rtol=0, atol=0)
     for name in ("sequences_scores", "scores", "logits"):
         assert (given.get(name) is None) == (stock.get(name) is None), name

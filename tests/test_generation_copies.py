@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import inspect
 import io
 import pickle
 import types
@@ -18,7 +17,6 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-import transformers
 from transformers import LogitsProcessorList
 
 from decoding import OPTIONS, one_thread, run, tiny  # noqa: F401
@@ -112,7 +110,7 @@ def test_a_method_that_was_replaced_before_is_called_and_put_back(model):
     assert model.__dict__["generate"] is patched
 
 
-@pytest.mark.parametrize("name", ["generate", "_get_logits_processor", "get_compiled_call", "__getstate__"])
+@pytest.mark.parametrize("name", ["generate", "_get_logits_processor"])
 def test_a_method_that_is_replaced_later_stays(model, name):
     enable(model)
     below = getattr(model, name)
@@ -141,7 +139,7 @@ def test_a_method_that_is_replaced_later_stays(model, name):
         assert torch.equal(found, expected)
         assert steps[:3] == (STEPS, 0, {})
         assert model.__dict__[name] is patched
-    assert num_calls == {"generate": 4, "_get_logits_processor": 4}.get(name, 0)
+    assert num_calls == 4
 
 
 def test_a_patched_generate_of_an_enabled_model_can_be_saved(model):
@@ -154,35 +152,12 @@ def test_a_patched_generate_of_an_enabled_model_can_be_saved(model):
         assert steps[:3] == (0, 0, {})
 
 
-def test_a_class_that_is_patched_while_its_model_is_enabled(model, monkeypatch):
-    enable(model)
-    monkeypatch.setattr(type(model), "generate", lambda self, **options: "patched", raising=False)
-    assert run(model)[0] == "patched"
-
-
 def test_a_class_whose_generate_is_an_object(model, monkeypatch):
     mocked = mock.MagicMock(return_value="mocked")
     enable(model)
     monkeypatch.setattr(type(model), "generate", mocked, raising=False)
     assert model.generate(1, k=2) == "mocked"
     mocked.assert_called_once_with(1, k=2)
-
-
-def test_generate_keeps_its_signature(model):
-    signature = inspect.signature(model.generate)
-    with fused_decoding(model):
-        assert inspect.signature(model.generate) == signature
-        assert model.generate.__doc__ == transformers.GenerationMixin.generate.__doc__
-
-
-def test_a_model_whose_hooks_somebody_has_cleared(model):
-    expected, _ = run(model)
-    enable(model)
-    model._forward_hooks.clear()
-    assert torch.equal(run(model)[0], expected)
-    assert run(model)[1][:3] == (STEPS, 0, {})
-    disable(model)
-    assert not model._forward_hooks
 
 
 def test_an_enabled_model_is_freed(model):

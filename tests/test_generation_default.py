@@ -17,10 +17,10 @@ from transformers import GenerationConfig
 from captured import as_on_a_gpu
 from decoding import SmallerIndexFirst, inputs_for, one_thread, stats, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
-from fused_topk.generation.whole_step import entry, graphs, head, reasons
+from fused_topk.generation.whole_step import entry, head, reasons
 from fused_topk.generation.whole_step.head import WholeHead
 from test_whole_step_rows import row_model
-from whole_steps import encoder_decoder, family, source_for
+from whole_steps import family
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 
@@ -51,13 +51,6 @@ def counted(function, calls):
 def on_a_gpu(monkeypatch):
     """Graphs are captured, by a stand-in."""
     as_on_a_gpu(monkeypatch)
-
-
-def test_beams_on_a_cpu_run_in_whole_steps():
-    model = family("Llama")
-    stock, given, steps = both(model, inputs_for(model), num_beams=3)
-    assert torch.equal(stock, given)
-    assert steps.whole > 0 and steps.compiled == steps.captured == 0 and not steps.reasons
 
 
 @pytest.fixture(params=["head", "logits"])
@@ -180,33 +173,6 @@ class TestFewLogits:
         assert set(stats(reset=True).reasons) == {"assistant_model"}
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
-def test_on_a_gpu_steps_are_captured_from_the_first_call_on(on_a_gpu, num_beams):
-    model = copy.deepcopy(family("Llama"))
-    stock, given, steps = both(model, inputs_for(model), num_beams=num_beams)
-    assert torch.equal(stock, given)
-    assert steps.captured == steps.whole > 0 and not steps.reasons
-
-
-def test_a_capture_that_fails_leaves_the_call_to_the_stock_loop(on_a_gpu, monkeypatch, caplog):
-    def fails(run, device, beside):
-        raise RuntimeError("no graphs here")
-
-    monkeypatch.setattr(graphs, "Graph", fails)
-    model = copy.deepcopy(family("Llama"))
-    stock, given, steps = both(model, inputs_for(model), num_beams=3)
-    assert torch.equal(stock, given)
-    assert steps.whole == 0 and steps.stock > 0 and "no graphs here" in str(steps.reasons)
-    assert not caplog.records
-
-
-def test_a_result_that_can_go_on_has_its_cache():
-    model = family("Llama")
-    stock, given, steps = both(model, inputs_for(model), num_beams=3, return_dict_in_generate=True)
-    assert given.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length() > 6
-    assert steps.whole > 0 and not steps.reasons
-
-
 def test_nothing_is_said_of_what_is_not_served(caplog):
     model = tiny("mamba")
     with caplog.at_level(logging.WARNING):
@@ -229,9 +195,3 @@ def test_steps_that_cannot_be_kept_are_left_to_the_stock_loop_on_a_gpu(on_a_gpu)
     stock, given, steps = both(model, inputs_for(model), num_beams=3)
     assert torch.equal(stock, given)
     assert steps.whole == 0 and steps.reasons == {"steps that cannot be kept": 1}
-
-
-def test_encoder_decoders_run_in_whole_steps():
-    model = encoder_decoder("Bart")
-    stock, given, steps = both(model, source_for(model), num_beams=3)
-    assert torch.equal(stock, given) and steps.whole > 0

@@ -114,44 +114,6 @@ def test_blocks_of_two_threads_have_their_own_options_and_records(model, expecte
     assert found[2][1] == [2] * STEPS
 
 
-def test_tasks_have_their_own_options_and_records(model, expected):
-    async def work(k):
-        with fused_decoding(model, topk_per_step=k) as given:
-            for _ in range(2):
-                await asyncio.sleep(0)
-                assert torch.equal(await asyncio.to_thread(decode, model), expected)
-                assert [step.values.shape[1] for step in given.topk] == [k] * STEPS
-
-    async def all_of_them():
-        await asyncio.gather(*(work(k) for k in range(1, 5)))
-
-    with left_as_it_was(model):
-        asyncio.run(all_of_them())
-    assert stats(reset=True)[:3] == (4 * 2 * STEPS, 0, {})
-
-
-def test_cancelled_tasks_leave_no_trace(model):
-    async def work():
-        with fused_decoding(model):
-            await asyncio.to_thread(decode, model)
-            await asyncio.sleep(60)
-
-    async def all_of_them():
-        tasks = [asyncio.create_task(work()) for _ in range(4)]
-        # Some are cancelled while their call runs in a thread, which goes on.
-        for task in tasks:
-            await asyncio.sleep(0.01)
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    with left_as_it_was(model):
-        # Waits for the threads at its end.
-        asyncio.run(all_of_them())
-    steps = stats(reset=True)
-    assert steps.whole % STEPS == 0 and steps.stock == 0
-    assert run(model)[1][:3] == (0, 0, {})
-
-
 def test_a_block_is_left_in_another_context_than_it_was_entered_in(model):
     block = fused_decoding(model)
     with left_as_it_was(model):
@@ -245,16 +207,6 @@ def test_a_thread_that_was_started_in_a_block_is_fused_and_not_recorded(model, e
         assert torch.equal(pool.submit(decode, model).result(), expected)
         assert given.topk is before and len(before) == STEPS
     assert stats(reset=True)[:3] == (2 * STEPS, 0, {})
-
-
-def test_a_block_does_not_change_the_options_of_other_threads(model):
-    enable(model)
-    with fused_decoding(model, topk_per_step=2) as block, ThreadPoolExecutor(1) as pool:
-        pool.submit(decode, model, do_sample=True).result()
-        assert stats(reset=True)[:3] == (STEPS, 0, {})
-        assert not block.topk
-        decode(model)
-        assert len(block.topk) == STEPS
 
 
 def test_enable_and_disable_within_a_block_hold_after_it(model):

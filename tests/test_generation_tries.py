@@ -18,9 +18,8 @@ from transformers.generation import logits_process as stock
 from captured import Waits, graphs_of
 from decoding import TOLERANCE, SmallerIndexFirst, also, inputs_for, one_thread, stats, stock_gap, tiny  # noqa: F401
 from fused_topk.generation import TokenTrie, TrieLogitsProcessor, fused_decoding
-from fused_topk.generation.trie import processor as tries
-from fused_topk.generation.whole_step import compiled, graphs, search, walk
-from tries import TOKENS, Items, catalogue, with_fault
+from fused_topk.generation.whole_step import compiled, graphs
+from tries import TOKENS, Items, catalogue
 from whole_steps import encoder_decoder, family, source_for
 
 END = 5
@@ -41,12 +40,6 @@ def captured():
         yield False
 
 
-@contextlib.contextmanager
-def traced():
-    with mock.patch.object(compiled, "_inductor", lambda graph, inputs: graph):
-        yield True
-
-
 def generate(way: str, model, inputs, **options):
     """What a way of decoding gives, and the steps of it.
 
@@ -60,7 +53,7 @@ def generate(way: str, model, inputs, **options):
     with contextlib.ExitStack() as stack:
         stack.enter_context(SmallerIndexFirst())
         if way != "plain":
-            ways = {"kept": kept, "captured": captured, "traced": traced}
+            ways = {"kept": kept, "captured": captured}
             is_compiled = stack.enter_context(ways[way]()) if way in ways else False
             stack.enter_context(fused_decoding(model, compile=is_compiled))
         stats(reset=True)
@@ -219,20 +212,6 @@ def test_edges(edge, way, num_beams):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("num_beams", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
-@pytest.mark.parametrize("name", ["Llama", pytest.param("Bart", marks=pytest.mark.exhaustive)])
-def test_traced_steps(name, num_beams):
-    """Some of the models' heads are products, from which a mask chooses without logits."""
-    is_both = name == "Bart"
-    model = (encoder_decoder if is_both else family)(name, 1)
-    inputs = source_for(model) if is_both else inputs_for(model, 3, padding=2)
-    items = catalogue(random.Random(3), END, most=60, longest=6)
-    begin = 1 if is_both else 6
-    steps = both_ways("traced", model, inputs, items, begin, num_beams=num_beams, max_new_tokens=7)
-    assert steps.compiled == steps.whole > 0 and not steps.reasons
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_beams", [1, 40])
 def test_compiled_steps(num_beams):
     """The compiler's own code. 40 beams are more than a head that is a product takes without logits."""
@@ -364,38 +343,6 @@ def test_tokens_that_the_model_has_not(way):
     processor = TrieLogitsProcessor(TokenTrie([[97]], END), 6)
     with pytest.raises(ValueError, match="`vocab_size` must be greater than the trie's tokens, got 97 and a token 97"):
         generate(way, model, inputs_for(model), logits_processor=[processor], max_new_tokens=4)
-
-
-# What uses the walk, with something wrong in it.
-FAULTS = [
-    (tries, "input_ids[:, self.begin_index :]", "input_ids[:, self.begin_index + 1 :]"),
-    (tries, "scores.where(allowed, -torch.inf)", "scores.where(~allowed, -torch.inf)"),
-    (tries, "scores.where(allowed, -torch.inf)", "scores.masked_fill_(~allowed, -torch.inf)"),
-    (walk, "ids[:, constraint.begin_index :]", "ids[:, :0]"),
-    (walk, "self._trie.step(self._nodes, state.tokens[:, token])", "self._nodes"),
-    (walk, "state.tokens[:, token]", "state.tokens[:, token - 1]"),
-    (walk, "each[:, :, token] for each", "each[:, :, token - 1] for each"),
-    (walk, "self._nodes.gather(1, parents.clamp(min=0))", "self._nodes"),
-    (walk, "parents.clamp(min=0)", "parents"),
-    (walk, "self._nodes = self._trie.step(self._nodes.gather", "nodes = self._trie.step(self._nodes.gather"),
-]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("module", "old", "new"), FAULTS)
-def test_a_fault_shows(module, old, new, monkeypatch):
-    faulty = with_fault(module, old, new)
-    if module is walk:
-        monkeypatch.setattr(search, "Walk", faulty.Walk)
-    else:
-        monkeypatch.setitem(globals(), "TrieLogitsProcessor", faulty.TrieLogitsProcessor)
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        test_scores_that_earlier_processors_have_banned()
-        test_begin_index()
-        for seed in range(200):
-            configuration = Configuration(seed)
-            if module is tries or configuration.way in ("kept", "captured"):
-                configuration.check()
 
 
 def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(cuda):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from transformers import DynamicCache, StaticCache
 from decoding import (  # noqa: F401
     TOLERANCE,
     SmallerIndexFirst,
+    also,
     assert_same,
     assert_same_cache,
     assert_whole,
@@ -61,8 +61,10 @@ def compare(model, inputs, cache, fused=whole, **options):
     given = {"past_key_values": copy.deepcopy(cache)}
     options = {**OPTIONS, "return_dict_in_generate": True, "output_scores": True, **options}
     stats(reset=True)
+    torch.manual_seed(1)
     with SmallerIndexFirst():
         stock = model.generate(**inputs, **options, past_key_values=cache)
+    torch.manual_seed(1)
     with fused(model):
         found = model.generate(**inputs, **options, **given)
     steps = stats(reset=True)
@@ -87,8 +89,9 @@ def assert_chat(name, kind, fused=whole, seed=0, padding=2, **options):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("Llama", "plain"), ("Gemma2", "of the model")])
-def test_a_chat_goes_on_from_its_cache(name, kind):
-    assert_chat(name, kind)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}], ids="-".join)
+def test_a_chat_goes_on_from_its_cache(name, kind, options):
+    assert_chat(name, kind, **options)
 
 
 @pytest.mark.parametrize("name", OTHER_LAYERS)
@@ -104,28 +107,11 @@ def test_chats_of_all_families(name, kind):
     assert_chat(name, kind, seed=1, repetition_penalty=1.3, eos_token_id=list(range(5, 40)))
 
 
-def test_compiled_steps_go_on_from_a_cache(traced):
-    for options in ({}, {"repetition_penalty": 1.3}):
-        assert_chat("Mistral", "of the model", compiling, output_scores=False, **options)
-
-
-def test_sampling_goes_on_from_a_cache(traced):
-    model = family("Llama")
-    inputs = inputs_for(model)
-    results = []
-    for way in (None, False, True):
-        cache = DynamicCache()
-        with nullcontext() if way is None else fused_decoding(model, compile=way):
-            torch.manual_seed(1)
-            first = model.generate(**inputs, **{**OPTIONS, "do_sample": True}, top_k=20, past_key_values=cache)
-            more = with_more(inputs, first)
-            results.append(
-                (model.generate(**more, **{**OPTIONS, "do_sample": True}, top_k=20, past_key_values=cache), cache)
-            )
-        assert (stats(reset=True).whole > 0) == (way is not None)
-    for found, cache in results[1:]:
-        assert torch.equal(found, results[0][0])
-        assert_same_cache(results[0][1], cache)
+@pytest.mark.parametrize(
+    "options", [{"do_sample": True, "top_k": 20}, *also({}, {"repetition_penalty": 1.3})], ids="-".join
+)
+def test_compiled_steps_go_on_from_a_cache(options, traced):
+    assert_chat("Mistral", "of the model", compiling, output_scores=False, **options)
 
 
 def prefix_cache(model, beams, kind="plain"):
@@ -204,21 +190,6 @@ def test_a_call_that_is_declined_on_its_way_leaves_the_cache_to_stock(monkeypatc
     assert_same_cache(stock, given)
 
 
-@BEAMS
-def test_a_call_fills_a_cache(num_beams):
-    model = family("Llama")
-    inputs, stock, given = inputs_for(model), DynamicCache(), DynamicCache()
-    expected = model.generate(**inputs, **OPTIONS, num_beams=num_beams, past_key_values=stock)
-    stats(reset=True)
-    with whole(model):
-        found = model.generate(**inputs, **OPTIONS, num_beams=num_beams, past_key_values=given)
-    assert stats().whole > 0 and not stats(reset=True).reasons
-    assert torch.equal(found, expected)
-    if num_beams == 1:
-        assert_same_cache(stock, given)
-    assert given.get_seq_length() == stock.get_seq_length()
-
-
 def embedded(model, batch=2, padding=2):
     inputs = inputs_for(model, batch, 7, padding)
     return {
@@ -246,6 +217,7 @@ def test_embeddings_with_processors_and_their_tokens(num_beams):
     assert torch.equal(result["sequences"][::1, :7], inputs["input_ids"])
 
 
+@pytest.mark.exhaustive
 def test_compiled_steps_after_embeddings(traced):
     model = family("Llama")
     stock, given, steps = generate_both(model, embedded(model), fused=compiling, **OPTIONS)
@@ -259,11 +231,3 @@ def test_embeddings_that_go_on_from_a_cache():
     with torch.no_grad():
         model(**{name: each[:, :4] for name, each in inputs.items()}, past_key_values=cache, use_cache=True)
     compare(model, {**embedded(model, padding=0), "attention_mask": torch.ones(2, 7, dtype=torch.long)}, cache)
-
-
-@pytest.mark.exhaustive
-@BEAMS
-@pytest.mark.parametrize("name", SERVED)
-def test_embeddings_of_all_families(name, num_beams):
-    model = family(name, 1)
-    assert_whole(model, embedded(model, 3), num_beams=num_beams, num_return_sequences=num_beams)

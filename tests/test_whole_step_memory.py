@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers import AutoModelForCausalLM, LlamaConfig, MaxLengthCriteria, StoppingCriteriaList
 
-from decoding import also, one_thread, stats  # noqa: F401
+from decoding import also, one_thread, stats, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
 from whole_steps import encoder_decoder, source_for
 
@@ -89,8 +89,8 @@ def test_a_call_holds_no_more_than_stock(vocab_size, prompt, written, batch, bea
 
 
 @pytest.mark.parametrize("beams", [1, *also(3)])
-def test_an_encoder_decoder_holds_no_more_than_stock(beams):
-    model = encoder_decoder("Bart")
+@pytest.mark.parametrize("model", [encoder_decoder("Bart"), tiny("t5")], ids=["Bart", "T5"])
+def test_an_encoder_decoder_holds_no_more_than_stock(model, beams):
     stock, given = peaks(model, source_for(model), 18, num_beams=beams)
     assert given <= stock + FEW_BYTES, (stock, given)
 

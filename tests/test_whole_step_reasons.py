@@ -206,22 +206,6 @@ def test_sources_of_padding_alone(attention, num_beams):
     assert_declined(model, "a source of padding alone", inputs, **options)
 
 
-@pytest.fixture(name="default_dtype", params=[torch.float64, torch.bfloat16], ids=str)
-def another_default_dtype(request):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(request.param)
-    yield request.param
-    torch.set_default_dtype(before)
-
-
-@pytest.mark.parametrize("num_beams", [1, 3])
-def test_another_default_dtype(num_beams, default_dtype):
-    for name, options in (("Llama", {}), ("Gemma2", {"early_stopping": True, "length_penalty": -1.0})):
-        options = options if num_beams > 1 else {}
-        inputs = inputs_for(family(name), batch=3, padding=2)
-        assert_whole(family(name), inputs, num_beams=num_beams, max_new_tokens=10, **options)
-
-
 def of_a_class_of_transformers(model, generate):
     """The model, of a class that is written as those of transformers are."""
     generate.__module__ = "transformers.models.of_a_test"

@@ -123,15 +123,6 @@ def test_other_inputs_of_one_shape(kind, num_beams):
 
 
 @pytest.mark.parametrize("num_beams", [1, *also(3)])
-def test_inference_mode(num_beams):
-    model = decoder_only()
-    inputs = inputs_for(model, batch=4)
-    for mode in (False, True, False):
-        with torch.inference_mode(mode):
-            assert_kept(model, inputs, num_beams=num_beams)
-
-
-@pytest.mark.parametrize("num_beams", [1, *also(3)])
 def test_weights_that_are_written_to(num_beams):
     model = copy.deepcopy(decoder_only())
     inputs = inputs_for(model, batch=4)

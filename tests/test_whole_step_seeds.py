@@ -222,24 +222,6 @@ def test_processors_and_criteria_of_the_users_are_called_as_in_stock(options, wa
         assert torch.equal(ids, own_ids) and scores == own_scores
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
-def test_the_record_of_the_best_tokens(options):
-    model = family("Llama", 1)
-    inputs = inputs_for(model, 2)
-    with fused_decoding(model, topk_per_step=4) as expected:
-        torch.manual_seed(1)
-        model.generate(**inputs, max_new_tokens=6, **{"do_sample": False, **options})
-    stats(reset=True)
-    with eager(model, topk_per_step=4) as record:
-        torch.manual_seed(1)
-        model.generate(**inputs, max_new_tokens=6, **{"do_sample": False, **options})
-    assert stats(reset=True).whole == len(record.topk) > 0
-    if "do_sample" not in options:
-        for one, other in zip(expected.topk, record.topk, strict=True):
-            assert torch.equal(one.indices, other.indices)
-            torch.testing.assert_close(one.values, other.values, rtol=0, atol=5e-5)
-
-
 class Sets(LogitsProcessor):
     """Changes a number of a warper between two steps."""
 

@@ -92,12 +92,6 @@ def test_the_weight_of_sinks(is_gathered):
     torch.testing.assert_close(result.view_as(found), found, rtol=0, atol=1e-6)
 
 
-def test_the_function_of_sdpa_knows_no_sinks():
-    query = torch.randn(1, 4, 1, 8)
-    with pytest.raises(ValueError, match="s_aux"):
-        attention.plain(None, query, query, query, None, s_aux=torch.zeros(4))
-
-
 _EXPERTS = {
     "NllbMoe": {
         "d_model": 32,

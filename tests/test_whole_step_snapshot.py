@@ -111,16 +111,6 @@ def test_a_container_that_is_changed_in_place(change, model):
     assert is_seen(model, lambda: change(adapter))
 
 
-def test_a_configuration_whose_list_is_changed_in_place():
-    model = copy.deepcopy(family("Gemma3"))
-    inputs = inputs_for(model, 2, 12)
-    assert_whole(model, inputs, num_beams=2, max_new_tokens=6)
-    model.config.layer_types[0] = "full_attention"
-    # Whether such a model is served is the trial's to say: its layer still has a window of its own.
-    stock, given, _ = generate_both(model, inputs, fused=whole, num_beams=2, max_new_tokens=6)
-    assert_same(stock, given, TOLERANCE)
-
-
 class Negated(nn.Linear):
     def forward(self, hidden):
         return -super().forward(hidden)
@@ -197,19 +187,6 @@ def test_what_computes_the_same_is_no_change(model):
             model.lm_head.weight.neg_()
 
     assert not is_seen(model, change)
-
-
-@pytest.mark.exhaustive
-def test_compiled_steps_of_a_model_that_gets_another_dtype():
-    # Without a buffer: all that shows it is in the parameters, which stay the objects that they are.
-    model = copy.deepcopy(family("GPT2"))
-    stats(reset=True)
-    for dtype in (torch.float32, torch.bfloat16):
-        model.to(dtype)
-        with compiling(model):
-            model.generate(**inputs_for(model), max_new_tokens=6)
-        assert entry._ready.get(model).twin.dtype == dtype
-    assert stats().whole == stats().compiled > 0
 
 
 def test_a_model_goes_at_once():
@@ -337,20 +314,6 @@ def test_weights_that_go_are_not_held(change, way, is_enabled, model):
             gc.enable()
     if change != "offloaded":
         assert_whole(model, **BEAMS)
-
-
-def test_a_model_that_goes_takes_all_with_it(model):
-    weights = [weakref.ref(each) for each in model.parameters()]
-    with fused_decoding(model):
-        model.generate(**inputs_for(model), **BEAMS)
-    gc.disable()
-    try:
-        del model
-        # Those of pytest's fixture and of this function.
-        found = {type(each).__name__ for ref in weights if ref() is not None for each in gc.get_referrers(ref())}
-    finally:
-        gc.enable()
-    assert "WholeHead" not in found and "OneGraph" not in found
 
 
 @pytest.mark.parametrize("name", ["step", "num_updates"])

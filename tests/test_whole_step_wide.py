@@ -41,17 +41,6 @@ def test_the_cap_of_scores_where_tokens_are_gathered(gathered):
         assert_whole(family("Gemma2", attention=attention), num_beams=4, max_new_tokens=14)
 
 
-def test_the_choice():
-    # Recommender models: wide beams, few tokens.
-    assert not ancestry.gathers(1024, 512, 4)
-    assert not ancestry.gathers(1024, 128, 4)
-    # Ordinary beams, however long the texts.
-    assert not ancestry.gathers(32, 4, 4000)
-    assert ancestry.gathers(1024, 512, 64)
-    # Next to a long prompt the masked keys are few.
-    assert not ancestry.gathers(100_000, 512, 64)
-
-
 @pytest.mark.parametrize(
     ("beams", "room", "prompt", "masked_by_gathered"),
     [

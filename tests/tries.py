@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random catalogues, what may follow a text by the items themselves, and copies of modules with a fault."""
+"""Random catalogues, and what may follow a text by the items themselves."""
 
 from __future__ import annotations
 
 import random
-import types
-from pathlib import Path
 
 # Both ends of the words of a mask.
 TOKENS = (0, 1, 8, 31, 32, 63, 64, 95, 96)
@@ -39,14 +37,3 @@ class Items:
     def prefix_fn(self, begin_index: int):
         """For generate()."""
         return lambda batch, ids: sorted(self.after(ids[begin_index:].tolist()))
-
-
-def with_fault(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
-    """A copy of the module in which a piece of its text, which is there once, is another."""
-    path = Path(module.__file__)
-    text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{path.name} has {text.count(old)} times {old!r}"
-    copy = types.ModuleType(module.__name__)
-    copy.__dict__.update(__package__=module.__package__, __file__=module.__file__)
-    exec(compile(text.replace(old, new), path, "exec"), copy.__dict__)
-    return copy
