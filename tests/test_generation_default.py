@@ -165,13 +165,6 @@ class TestFewLogits:
             is_known = error is None and device == "cpu"
             assert reasons.reads_few_logits(model, reasons.Asked(False, 1, 1)) == is_known
 
-    def test_a_loop_that_is_not_served_says_why(self):
-        inputs = {name: each[:1] for name, each in inputs_for(self.model).items()}
-        stats(reset=True)
-        with fused_decoding(self.model):
-            self.model.generate(**inputs, **OPTIONS, assistant_model=family("Llama"))
-        assert set(stats(reset=True).reasons) == {"assistant_model"}
-
 
 def test_nothing_is_said_of_what_is_not_served(caplog):
     model = tiny("mamba")

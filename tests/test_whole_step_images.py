@@ -13,12 +13,12 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 import transformers
 
-from decoding import BOS, EOS, PAD, assert_whole, generate_both, inputs_for
+from decoding import BOS, EOS, PAD, assert_whole, inputs_for
 from fused_topk.generation.whole_step import entry
 from fused_topk.generation.whole_step.preparation import prepared
 from fused_topk.generation.whole_step.reasons import Declined
 from multimodal import MULTIMODAL, encoder_of_images, images_for, multimodal
-from whole_steps import assert_declined, swaps, whole
+from whole_steps import assert_declined, swaps
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 # Its prompts are not causal there, and Qwen3-VL gives no positions to its steps.
@@ -87,15 +87,6 @@ def test_compiled_after_images(name, num_beams):
     for seed in (0, 1):
         inputs = images_for(model, seed=seed)
         assert_whole(model, inputs, compile=True, num_beams=num_beams, max_new_tokens=12, output_scores=False)
-
-
-def test_draws_after_images():
-    model = multimodal("Llava")
-    inputs = images_for(model)
-    # Of one token there is one draw.
-    options = {"do_sample": True, "top_k": 1, "max_new_tokens": 8, "return_dict_in_generate": False}
-    stock, given, steps = generate_both(model, inputs, fused=lambda of: whole(of), output_scores=False, **options)
-    assert torch.equal(stock, given) and steps.whole == 8
 
 
 def test_images_of_some_prompts_only():

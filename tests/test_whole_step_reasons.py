@@ -66,18 +66,6 @@ def test_inputs_of_a_step_that_the_model_itself_prepares_otherwise(num_beams, mo
     assert_whole(model, **options)
 
 
-def test_choices_that_the_class_makes_otherwise(model):
-    stock = transformers.LlamaForCausalLM._get_top_k_continuations
-
-    def continuations(self, accumulated_log_probs, **kwargs):
-        scores = accumulated_log_probs.clone()
-        scores.view(len(scores), -1, 97)[..., 10:50] = -1e9
-        return stock(self, accumulated_log_probs=scores, **kwargs)
-
-    own = of_another_class(model, _get_top_k_continuations=continuations)
-    assert_declined(own, "_get_top_k_continuations() of Own", output_scores=False, **BEAMS)
-
-
 @pytest.mark.parametrize("of", ["model", "class"])
 def test_a_generate_that_takes_only_what_it_knows(of, model):
     stock = transformers.LlamaForCausalLM.generate
@@ -230,19 +218,6 @@ def test_a_generate_that_hands_nothing_on_never_gets_a_loop(model):
         return transformers.LlamaForCausalLM.generate(self, inputs, **kwargs)
 
     assert_declined(of_a_class_of_transformers(model, own), "generate() of Own", **BEAMS)
-
-
-def test_a_generate_that_calls_that_of_a_part(model):
-    # As models that read images do.
-    class OfParts(transformers.LlamaForCausalLM):
-        def generate(self, **kwargs):
-            return self.part.generate(**kwargs)
-
-    whole_model = OfParts(model.config).eval()
-    whole_model.part = model
-    # What the part's call says is all that is counted.
-    assert_whole(whole_model, **BEAMS)
-    assert_declined(whole_model, "output_attentions", **BEAMS, output_attentions=True)
 
 
 def test_a_loop_that_is_handed_on_to_a_part_looks_at_the_part(model):

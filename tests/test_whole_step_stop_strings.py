@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 
 import pytest
@@ -11,7 +13,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
-from decoding import TOLERANCE, assert_same, assert_whole, generate_both, inputs_for, one_thread  # noqa: F401
+from captured import graphs_of
+from decoding import TOLERANCE, also, assert_same, assert_whole, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import compiled
 from test_generation_interface import letter, tokenizer
@@ -64,11 +67,13 @@ def test_what_is_not_served():
 
 
 @BEAMS
-def test_steps_that_are_kept(num_beams, monkeypatch):
+@pytest.mark.parametrize("way", ["captured", *also("compiled")])
+def test_steps_that_are_kept(way, num_beams, monkeypatch):
     monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
-    model = family("Llama", 1)
-    compiling = functools.partial(fused_decoding, compile=True)
+    model = copy.deepcopy(family("Llama", 1))
+    kept = functools.partial(fused_decoding, compile=way == "compiled")
     options = {"stop_strings": STRINGS, "tokenizer": tokenizer(), "num_beams": num_beams, "max_new_tokens": 14}
-    stock, given, steps = generate_both(model, inputs_for(model, 4), fused=compiling, **options)
+    with graphs_of() if way == "captured" else contextlib.nullcontext():
+        stock, given, steps = generate_both(model, inputs_for(model, 4), fused=kept, **options)
     assert_same(stock, given, TOLERANCE)
-    assert steps.compiled == steps.whole > 0
+    assert getattr(steps, way) == steps.whole > 0
