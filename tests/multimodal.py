@@ -89,12 +89,6 @@ _CONFIGS = {
         ),
     ),
     "Qwen2VL": (6, lambda: _qwen("Qwen2VL", embed_dim=32, mlp_ratio=2)),
-    "Qwen2_5_VL": (
-        6,
-        lambda: _qwen(
-            "Qwen2_5_VL", intermediate_size=64, out_hidden_size=32, window_size=16, fullatt_block_indexes=[1]
-        ),
-    ),
     "Qwen3VL": (
         6,
         lambda: _qwen(

@@ -105,15 +105,9 @@ def test_scores_of_any_number_of_dimensions(shape, dtype):
     assert torch.equal(FusedTopKLogitsProcessor(7)(None, scores), expected)
 
 
-def test_processor_takes_numbers_of_numpy():
-    scores = logits_of(300)
-    given = FusedTopKLogitsProcessor(top_k=np.int64(7), temperature=np.float32(0.5), min_p=np.float64(0.1))
-    assert torch.equal(given(None, scores), stock_chain(7, 0.5, min_p=0.1)(None, scores))
-
-
 def test_processor_keeps_a_least_number_of_tokens():
     scores = logits_of(300)
-    given = FusedTopKLogitsProcessor(2, top_p=0.01, min_p=1.0, min_tokens_to_keep=np.int64(6))
+    given = FusedTopKLogitsProcessor(2, np.float32(1), top_p=0.01, min_p=np.float64(1), min_tokens_to_keep=np.int64(6))
     assert given.top_k == TopKLogitsWarper(2, min_tokens_to_keep=6).top_k == 6
     assert (given(None, scores).isfinite().sum(-1) == 6).all()
     given = FusedTopKLogitsProcessor(20, top_p=0.01, min_tokens_to_keep=6)

@@ -17,7 +17,6 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from transformers import LogitsProcessorList
 
 from decoding import OPTIONS, one_thread, run, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding
@@ -72,27 +71,16 @@ def test_a_copy_of_an_enabled_model_is_not_enabled(model, duplicate):
 
 
 @COPIES
-def test_a_copy_within_a_call_is_not_enabled(model, duplicate):
-    copies = []
-
-    def keep(input_ids, scores):
-        copies.append(duplicate(model))
-        return scores
-
-    expected, _ = run(model)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_copy_within_a_call_is_not_enabled(model, is_compiled, duplicate):
+    copies, expected = [], run(model)[0]
+    if is_compiled:
+        model.compile(backend="eager")
     with fused_decoding(model):
-        run(model, logits_processor=LogitsProcessorList([keep]), max_new_tokens=1)
+        run(model, logits_processor=[lambda ids, scores: copies.append(duplicate(model)) or scores], max_new_tokens=1)
     found, steps = run(copies[0])
     assert torch.equal(found, expected)
     assert steps[:3] == (0, 0, {})
-
-
-@COPIES
-def test_a_copy_of_a_compiled_model_is_not_enabled(model, duplicate):
-    model.compile(backend="eager")
-    with fused_decoding(model):
-        other = duplicate(model)
-    assert run(other)[1][:3] == (0, 0, {})
 
 
 def test_a_method_that_was_replaced_before_is_called_and_put_back(model):

@@ -104,10 +104,6 @@ def twice(self, input_ids, scores):
     return scores * 2 - torch.arange(scores.shape[-1])
 
 
-class Twice(stock.SuppressTokensLogitsProcessor):
-    __call__ = twice
-
-
 @BEAMS
 def test_processors_with_a_call_of_somebody_elses(num_beams, monkeypatch):
     monkeypatch.setattr(stock.SuppressTokensLogitsProcessor, "__call__", twice)

@@ -88,32 +88,6 @@ def test_a_call_that_fails_leaves_no_trace(model, expected):
             assert torch.equal(decode(model), expected)
 
 
-def test_blocks_of_two_threads_have_their_own_options_and_records(model, expected):
-    gate = threading.Barrier(2, timeout=60)
-    found = {}
-
-    def work(k):
-        with fused_decoding(model, topk_per_step=k) as given:
-            gate.wait()
-            tokens = decode(model)
-            gate.wait()
-            found[k] = tokens, [step.values.shape[1] for step in given.topk]
-            # One leaves before the other decodes again.
-            if k == 2:
-                gate.wait()
-                found["second"] = decode(model)
-        if k == 1:
-            gate.wait()
-
-    with left_as_it_was(model), ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(work, k) for k in (1, 2)]:
-            each.result()
-    assert stats(reset=True)[:3] == (3 * STEPS, 0, {})
-    assert all(torch.equal(each, expected) for each in (found[1][0], found[2][0], found["second"]))
-    assert found[1][1] == [1] * STEPS
-    assert found[2][1] == [2] * STEPS
-
-
 def test_a_block_is_left_in_another_context_than_it_was_entered_in(model):
     block = fused_decoding(model)
     with left_as_it_was(model):

@@ -64,12 +64,6 @@ def test_generate_with_processors_of_encoder_decoders(options, num_beams):
         assert_whole(tiny(name), num_beams=num_beams, **options)
 
 
-def test_whisper_with_its_suppressed_tokens():
-    model = tiny("whisper")
-    for num_beams in (1, 4):
-        assert_whole(model, num_beams=num_beams, suppress_tokens=[7, 8, 9], begin_suppress_tokens=[10, EOS])
-
-
 class Doubled(stock.RepetitionPenaltyLogitsProcessor):
     """A subclass that does something else."""
 

@@ -5,31 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-import transformers
 from transformers.generation import logits_process as stock
 
-from decoding import assert_whole, inputs_for, one_thread, stats, tiny  # noqa: F401
+from decoding import inputs_for, one_thread, stats, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
-
-
-@pytest.mark.parametrize("num_beams", [1, 4])
-@pytest.mark.parametrize("begin", [60, 150])
-def test_generate_with_timestamps(num_beams, begin):
-    # In the vocabulary of 211, from `begin` on; the processor as Whisper's generate() gives it to the loop.
-    config = SimpleNamespace(
-        no_timestamps_token_id=begin - 1, eos_token_id=5, bos_token_id=1, max_initial_timestamp_index=20
-    )
-    timestamps = stock.WhisperTimeStampLogitsProcessor(config, begin_index=1)
-    suppressed = stock.SuppressTokensLogitsProcessor([7, 8])
-    processors = transformers.LogitsProcessorList([suppressed, timestamps])
-    assert_whole(tiny("bart"), num_beams=num_beams, logits_processor=processors, max_new_tokens=14)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

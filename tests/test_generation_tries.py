@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from transformers.generation import logits_process as stock
 
 from captured import Waits, graphs_of
-from decoding import TOLERANCE, SmallerIndexFirst, also, inputs_for, one_thread, stats, stock_gap, tiny  # noqa: F401
+from decoding import TOLERANCE, SmallerIndexFirst, also, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import TokenTrie, TrieLogitsProcessor, fused_decoding
 from fused_topk.generation.whole_step import compiled, graphs
 from tries import TOKENS, Items, catalogue
@@ -82,8 +82,6 @@ def assert_same_items(expected, given, is_exact: bool) -> None:
 MODELS = [
     *((family, name) for name in ("Llama", "GPT2", "Gemma2")),
     *((encoder_decoder, name) for name in ("Bart", "Marian")),
-    # A row for each beam, so nothing is kept.
-    (tiny, "t5"),
 ]
 WHOLE = ("eager", "kept", "captured")
 
@@ -97,16 +95,12 @@ class Configuration:
         self.model = made(self.name, seed=draw.randrange(3))
         is_both = self.model.config.is_encoder_decoder
         batch = draw.randint(1, 3)
-        if self.name == "t5":
-            self.inputs = inputs_for(self.model, batch)
-        elif is_both:
-            self.inputs = source_for(self.model, batch)
-        else:
-            self.inputs = inputs_for(self.model, batch, padding=draw.choice([0, 3]))
+        padded = {} if is_both else {"padding": draw.choice([0, 3])}
+        self.inputs = (source_for if is_both else inputs_for)(self.model, batch, **padded)
         self.begin = 1 if is_both else self.inputs["input_ids"].shape[1]
         tokens = draw.choice([TOKENS, [*range(97)]])
         self.items = catalogue(draw, END, most=draw.choice([3, 40, 400]), tokens=tokens)
-        self.way = draw.choice(["plain", "eager"] if self.name == "t5" else ["plain", *WHOLE])
+        self.way = draw.choice(["plain", *WHOLE])
         beams = draw.choice([1, 2, 3, 8])
         self.options = {"num_beams": beams, "max_new_tokens": draw.choice([1, 3, 6, 7])}
         # With nothing else, steps that are kept take the mask of the trie.
@@ -122,17 +116,12 @@ class Configuration:
             return
         if draw.random() < 0.5:
             self.before = draw.choice([[stock.RepetitionPenaltyLogitsProcessor(1.3)], [_bias()]])
-            # Those of generate() stand before it too.
-            self.options["repetition_penalty"] = draw.choice([1.0, 1.2])
         if draw.random() < 0.5:
-            self.after = draw.choice([[_bias()], [stock.NoRepeatNGramLogitsProcessor(3)]])
+            self.after = [_bias()]
         if draw.random() < 0.3:
             self.options["renormalize_logits"] = True
         if beams == 1 and draw.random() < 0.6:
             self.options |= {"do_sample": True, "top_k": draw.choice([0, 5]), "top_p": draw.choice([1.0, 0.8])}
-        if self.options.keys() & {"renormalize_logits", "do_sample"}:
-            # There is no distribution where all that the trie allows is banned.
-            self.after = [each for each in self.after if type(each) is not stock.NoRepeatNGramLogitsProcessor]
 
     def run(self, processor, way=None):
         options = dict(self.options)
@@ -154,13 +143,6 @@ class Configuration:
         way = self.way if self.options.get("do_sample") else "plain"
         expected, _ = self.run(by_function, way)
         given, steps = self.run(TrieLogitsProcessor(TokenTrie(self.items, END), begin))
-        if self.name == "t5" and beams > 1 and self.way != "plain":
-            # The logits of T5 are up to 41. Totals that lie closer than their rounding change places.
-            gap = stock_gap(
-                self.model, self.inputs, logits_processor=[*self.before, by_function, *self.after], **self.options
-            )
-            if gap < 1e-4:
-                return
         if self.way != "plain":
             assert steps.whole > 0 and steps.stock == 0 and not steps.reasons, steps
             assert (steps.compiled > 0) == (self.way == "kept")

@@ -93,17 +93,6 @@ def test_catalogues_at_the_edge(items):
     check_catalogue(token_trie, items, END, random.Random(0))
 
 
-def test_a_wide_root_and_narrow_nodes():
-    generator = np.random.default_rng(0)
-    items = np.unique(generator.integers(3, 3000, (5000, 3)), axis=0)
-    trie, known = TokenTrie(items, END), Items(items.tolist(), END)
-    assert len(trie._wide_nodes) == 2 and 1 < len(trie._narrow) < 20
-    for length in range(4):
-        texts = items[:200, :length]
-        expected = [known.after(text) for text in texts.tolist()]
-        assert allowed_at(trie, trie.nodes(torch.from_numpy(texts)), 3000) == expected
-
-
 def equal(one: TokenTrie, other: TokenTrie) -> bool:
     return (
         repr(one) == repr(other)
@@ -164,17 +153,13 @@ def test_a_trie_is_on_a_cpu_at_first_whatever_the_users_default_device(tmp_path)
 @pytest.mark.parametrize(
     "change",
     [
-        {"keys": np.arange(5)},
         {"keys": np.arange(5.0)},
         {"keys": np.array([[keys.SENTINEL]])},
-        {"levels": np.array([0, 3])},
         {"levels": np.array([0, 3, 2, 4, 10])},
         {"keys": np.array([3, 1, keys.SENTINEL]), "levels": np.array([0, 2])},
         {"keys": np.array([keys.SENTINEL]), "levels": np.array([0])},
-        {"items": np.array([1, 2])},
         {"items": np.array(-1)},
         {"end_token_id": np.array(-5)},
-        {"end_token_id": np.array(2**40)},
         {"end_token_id": None},
     ],
     ids=str,
@@ -213,24 +198,18 @@ def test_a_file_of_another_format(tmp_path, kind):
         (torch.zeros(0, 3, dtype=torch.int64), END, ValueError, "at least one item, got none"),
         ([[5], []], END, ValueError, "got an empty one"),
         (torch.zeros(3, 0, dtype=torch.int64), END, ValueError, "got an empty one"),
-        ([[5, -1]], END, ValueError, "from 0 to 2.31 - 1, got -1"),
         ([[5], [5, 2**31]], END, ValueError, "from 0 to 2.31 - 1, got 2147483648"),
-        ([[2**70]], END, ValueError, "from 0 to 2.31 - 1"),
         (np.array([[2**63]], dtype=np.uint64), END, ValueError, "from 0 to 2.31 - 1, got 9223372036854775808"),
-        ([[5, END, 6]], END, ValueError, "`end_token_id` must be in no item, got 2"),
         ([[5], [5, 6, END]], END, ValueError, "`end_token_id` must be in no item, got 2"),
         ([[5.0]], END, TypeError, "must be lists of integers"),
         ([5, 6], END, TypeError, "must be lists of integers"),
-        (7, END, TypeError, "must be lists of integers"),
         ("ab", END, TypeError, "must be lists of integers"),
         (torch.zeros(2, 2), END, TypeError, "must be integers of shape"),
         (torch.zeros(2, dtype=torch.int64), END, TypeError, "must be integers of shape"),
         (torch.ones(2, 2, dtype=torch.bool), END, TypeError, "must be integers of shape"),
         (torch.ones(2, 2, device="meta").long(), END, ValueError, "`sequences` must have values, got a meta tensor"),
         ([[5]], -1, ValueError, "`end_token_id` must be from 0 to 2.31 - 1, got -1"),
-        ([[5]], 2**31, ValueError, "`end_token_id` must be from 0 to 2.31 - 1"),
         ([[5]], None, TypeError, "`end_token_id` must be an integer, got NoneType"),
-        ([[5]], [2, 3], TypeError, "`end_token_id` must be an integer, got list"),
     ],
 )
 def test_what_is_no_catalogue(items, end, error, message):
@@ -267,14 +246,8 @@ def test_a_vocabulary_without_some_of_the_tokens():
     ("call", "error", "message"),
     [
         (lambda trie, at, of: trie.step(at.int(), of), TypeError, "`nodes` must be int64, got torch.int32; use .long"),
-        (
-            lambda trie, at, of: trie.step(at, of.float()),
-            TypeError,
-            "`tokens` must be int64 or int32, got torch.float32",
-        ),
         (lambda trie, at, of: trie.step(at, of > 0), TypeError, "`tokens` must be int64 or int32, got torch.bool"),
         (lambda trie, at, of: trie.step(at, [5, 8]), TypeError, "`tokens` must be a torch.Tensor, got list"),
-        (lambda trie, at, of: trie.step(0, of), TypeError, "`nodes` must be a torch.Tensor, got int"),
         (
             lambda trie, at, of: trie.step(at, of.to("meta")),
             ValueError,
@@ -282,7 +255,6 @@ def test_a_vocabulary_without_some_of_the_tokens():
         ),
         (lambda trie, at, of: trie.to("meta").step(at, of), ValueError, "`nodes` must be on meta, .* got cpu"),
         (lambda trie, at, of: trie.nodes(of.view(1, 2).double()), TypeError, "`texts` must be int64 or int32"),
-        (lambda trie, at, of: trie.nodes(torch.zeros(1, 9)), TypeError, "`texts` must be int64 or int32"),
         (
             lambda trie, at, of: trie.nodes(of[0]),
             ValueError,
@@ -290,7 +262,6 @@ def test_a_vocabulary_without_some_of_the_tokens():
         ),
         (lambda trie, at, of: trie.nodes([[5, 9]]), TypeError, "`texts` must be a torch.Tensor, got list"),
         (lambda trie, at, of: trie.allowed_mask(at.int(), 97), TypeError, "`nodes` must be int64, got torch.int32"),
-        (lambda trie, at, of: trie.allowed_mask([0], 97), TypeError, "`nodes` must be a torch.Tensor, got list"),
         (lambda trie, at, of: trie.allowed_mask(at, 97.0), TypeError, "`vocab_size` must be an int, got float"),
         (lambda trie, at, of: trie.allowed_mask(at.to("meta"), 97), ValueError, "`nodes` must be on cpu"),
     ],

@@ -13,9 +13,14 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from decoding import also, assert_whole, generate_both, inputs_for, one_thread, stock_gap, tiny  # noqa: F401
 from whole_steps import OTHER_LAYERS, SERVED, family, swaps, whole
 
+# Each way that attention, positions and experts are computed.
+_QUICK = [
+    name for name in SERVED if name in ("Llama", "Mistral", "Gemma2", "Gemma3", "Qwen2", "GPT2", "Phi", "Mixtral")
+]
 
-@pytest.mark.parametrize("num_beams", [1, 3, 4, 8])
-@pytest.mark.parametrize("name", SERVED)
+
+@pytest.mark.parametrize("num_beams", [1, 3, *also(4, 8)])
+@pytest.mark.parametrize("name", [*_QUICK, *also(*(name for name in SERVED if name not in _QUICK))])
 def test_families(name, num_beams):
     options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 14}
     crossed = compared = 0

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -176,27 +172,6 @@ def test_a_compiler_that_is_switched_off(switch, output_scores, model, monkeypat
         (reason,) = assert_not_compiled(model, None, output_scores=output_scores)
     assert reason.startswith("a step that is to be compiled raises NothingCompiled: torch.compile is switched off")
     assert not any("was compiled" in message for message in caplog.messages)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("variable", "reason"),
-    [("TORCH_COMPILE_DISABLE=1", "torch.compile is switched off"), ("CXX=/bin/false", "No working C++ compiler")],
-)
-def test_what_is_said_where_the_environment_hinders_the_compiler(variable, reason):
-    name, value = variable.split("=")
-    code = """
-from whole_steps import family, inputs_for, fused_decoding
-from decoding import stats
-with fused_decoding(family("Llama"), compile=True):
-    family("Llama").generate(**inputs_for(family("Llama")), max_new_tokens=4)
-assert stats().whole == 4 and stats().compiled == 0
-print(*stats().reasons)
-"""
-    environment = {**os.environ, name: value}
-    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True)
-    assert run.returncode == 0, run.stderr
-    assert reason in run.stdout.decode()
 
 
 def test_calls_at_once_share_nothing(model, traced):

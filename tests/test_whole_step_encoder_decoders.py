@@ -16,7 +16,7 @@ import transformers
 from transformers.modeling_outputs import BaseModelOutput
 
 from decoding import assert_whole, generate_both, one_thread, stats, stock_gap  # noqa: F401
-from fused_topk.generation.whole_step import cache, entry
+from fused_topk.generation.whole_step import cache
 from whole_steps import SERVED_WITH_SOURCE, assert_declined, encoder_decoder, source_for, swaps, whole
 
 
@@ -129,22 +129,6 @@ def test_what_an_encoder_gives_beside_its_states():
         with whole(model):
             assert torch.equal(generate(mask), stock)
         assert stats(reset=True).reasons == reasons
-
-
-@pytest.mark.skipif("EncoderDecoder" not in SERVED_WITH_SOURCE, reason="not served")
-def test_a_decoder_that_could_generate_by_itself_is_kept():
-    model = copy.deepcopy(encoder_decoder("EncoderDecoder", 1))
-    inputs = source_for(model)
-    twins = []
-    for _ in range(2):
-        # Each block puts its hooks on the decoder, too.
-        with whole(model):
-            model.generate(**inputs, num_beams=3, max_new_tokens=4)
-            twins.append(entry._ready.get(model).twin)
-    assert twins[0] is twins[1]
-    assert not twins[0].decoder._forward_hooks and "generate" not in vars(twins[0].decoder)
-    model.decoder.register_forward_hook(lambda module, args, output: None)
-    assert_declined(model, "a forward hook of a BertLMHeadModel", inputs, num_beams=3)
 
 
 def test_keys_of_the_source_are_kept_once_for_all_beams(monkeypatch):

@@ -71,41 +71,6 @@ def test_no_logits_exist_where_the_head_is_a_product(name, num_beams):
     assert_steps(model, inputs, name in ("Llama", "Phi"), num_beams=num_beams)
 
 
-@pytest.mark.exhaustive
-def test_a_scale_behind_the_head():
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    tokens = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 5}
-    config = transformers.GraniteConfig(**shape, **tokens, logits_scaling=4.0, initializer_range=0.3)
-    model = transformers.GraniteForCausalLM(config).eval()
-    assert_steps(model, inputs_for(model, 3), False)
-
-
-@pytest.mark.exhaustive
-def test_a_bound_of_the_logits_that_few_reach():
-    class Bounded(transformers.LlamaForCausalLM):
-        @functools.wraps(transformers.LlamaForCausalLM.forward)
-        def forward(self, *args, **kwargs):
-            output = super().forward(*args, **kwargs)
-            output.logits = output.logits.clamp(max=4.0)
-            return output
-
-    model = copy.deepcopy(family("Llama", 1))
-    model.__class__ = Bounded
-    assert_steps(model, inputs_for(model, 3, padding=2), False, num_beams=2)
-
-
-@pytest.mark.exhaustive
-def test_beams_under_another_default_dtype():
-    model = copy.deepcopy(family("Llama", 1))
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert_steps(model, inputs_for(model, 3, padding=2), True, num_beams=2)
-    finally:
-        torch.set_default_dtype(before)
-
-
 def test_a_head_that_is_written_to_or_that_the_model_looks_at():
     class Model(torch.nn.Module):
         def __init__(self, after):

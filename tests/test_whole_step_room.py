@@ -62,27 +62,6 @@ def test_a_limit_beside_a_size(most, way):
         assert found["sequences"].shape[1] == 6 + most
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.7, "output_scores": True},
-        *also(
-            {"no_repeat_ngram_size": 2, "min_new_tokens": 20},
-            {"early_stopping": "never", "length_penalty": 2.0, "num_beams": 3, "eos_token_id": [5, 6, 7, 8]},
-            {"early_stopping": True, "length_penalty": -1.0, "num_beams": 3, "eos_token_id": [5, 6, 7, 8]},
-            {"output_logits": True, "num_beams": 3},
-        ),
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_options_across_sizes(options, way):
-    model, inputs = model_and_inputs("Llama")
-    for beams in (1, 3):
-        if beams == options.get("num_beams", beams):
-            assert_whole(model, inputs, compile=way, **{**OPTIONS, "num_beams": beams, **options})
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("is_gathered", [False, True])
 @pytest.mark.parametrize("way", WAYS)
