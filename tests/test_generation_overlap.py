@@ -9,7 +9,7 @@ import contextvars
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -194,14 +194,6 @@ def test_enable_and_disable_within_a_block_hold_after_it(model):
     assert run(model)[1][:3] == (0, 0, {})
 
 
-class Failure(Exception):
-    pass
-
-
-def fail(input_ids, scores):
-    raise Failure
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
     """In half of them the model is enabled throughout, so that every call is counted; in the others plain calls may be."""
@@ -225,11 +217,6 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
             # The innermost has the record, the other keeps its own.
             assert [len(given.topk) for _, given in blocks] == [STEPS, STEPS]
 
-    def failing(worker, chance):
-        with fused_decoding(model), suppress(Failure):
-            decode(model, logits_processor=[fail])
-            raise AssertionError("the call has not failed")
-
     def in_tasks(worker, chance):
         async def one():
             with fused_decoding(model, topk_per_step=1) as given:
@@ -237,16 +224,8 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
                 call(worker, True)
                 assert len(given.topk) == STEPS
 
-        async def cancelled():
-            with fused_decoding(model):
-                await asyncio.sleep(60)
-
         async def both():
-            tasks = [asyncio.create_task(each) for each in (one(), cancelled(), one())]
-            await asyncio.sleep(0)
-            tasks[1].cancel()
-            found = await asyncio.gather(*tasks, return_exceptions=True)
-            assert found[0] is None and found[2] is None, found
+            await asyncio.gather(one(), one())
 
         asyncio.run(both())
 
@@ -254,7 +233,6 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
         lambda worker, chance: call(worker, is_enabled),
         lambda worker, chance: enable(model),
         in_block,
-        failing,
         in_tasks,
     ]
     if not is_enabled:
@@ -274,9 +252,7 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
                 each.result()
         disable(model)
     steps = stats(reset=True)
-    # A step of a failing call ends before its tokens are chosen.
-    num_failed = steps.reasons.pop(f"logits processor {__name__}.{fail.__qualname__}", 0)
-    assert steps.reasons == {} and steps.stock == num_failed
+    assert steps.reasons == {} and steps.stock == 0
     assert STEPS * sum(num_counted) <= steps.whole <= STEPS * sum(num_calls)
     assert run(model)[1][:3] == (0, 0, {})
     assert torch.equal(decode(model), expected)

@@ -98,21 +98,17 @@ def test_no_allowed_token_left(num_beams):
 
 
 @pytest.mark.parametrize(
-    "options", [{"sequence_bias": [[[300], 2.0]]}, {"bad_words_ids": [[9], [8, 300]]}], ids="-".join
+    "options",
+    [{"sequence_bias": [[[300], 2.0]]}, {"bad_words_ids": [[9], [8, 300]]}, {"bad_words_ids": [[9], [], [10, 11]]}],
+    ids=str,
 )
-def test_tokens_outside_the_vocabulary_are_the_error_of_stock(options):
-    for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"))):
-        with block, pytest.raises(ValueError, match="300"):
-            tiny("llama").generate(**inputs_for(tiny("llama")), **options)
-
-
-def test_an_empty_list_among_the_bad_words_is_what_it_is_in_stock():
-    options = {"bad_words_ids": [[9], [], [10, 11]], "max_new_tokens": 4, "do_sample": False}
+def test_lists_that_stock_refuses(options):
+    """Tokens outside the vocabulary, and empty lists in some versions."""
     found = []
     for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"))):
         with block:
             try:
-                found.append(tiny("llama").generate(**inputs_for(tiny("llama")), **options).tolist())
-            except IndexError as error:
+                found.append(tiny("llama").generate(**inputs_for(tiny("llama")), max_new_tokens=4, **options).tolist())
+            except (IndexError, ValueError) as error:
                 found.append(str(error))
     assert found[0] == found[1]

@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import one_thread  # noqa: F401
-from fused_topk import beam_topk
 from fused_topk.generation import TokenTrie
 from fused_topk.generation.trie import keys, token_trie
 from fused_topk.rows import unpacked
@@ -282,38 +281,6 @@ def test_shapes(shape):
     assert (unpacked(mask, 97).sum(-1) == 1).all()
     text = torch.tensor([5, 9]).expand(*shape, 2)
     assert torch.equal(trie.nodes(text), trie.step(nodes, torch.full(shape, 9)))
-
-
-def test_a_search_in_a_loop_of_ones_own():
-    """The best items, in order, by scores of all items."""
-    torch.manual_seed(0)
-    vocab_size, beams = 97, 40
-    items = torch.randint(3, vocab_size, (30, 4))
-    trie = TokenTrie(items, END)
-    # The logits of a token depend on those before it.
-    weights = torch.randn(5, vocab_size, vocab_size)
-
-    def logits_after(texts):
-        return sum(
-            (weights[t, texts[..., t]] for t in range(texts.shape[-1])), weights[4, 0].expand(*texts.shape[:-1], -1)
-        )
-
-    texts = torch.zeros(1, beams, 0, dtype=torch.int64)
-    nodes = torch.zeros(1, beams, dtype=torch.int64)
-    scores = torch.tensor([[0.0, *[-1e9] * (beams - 1)]])
-    for _ in range(trie.depth):
-        mask = trie.allowed_mask(nodes, vocab_size)
-        scores, chosen, _ = beam_topk(logits_after(texts), scores, beams, mask=mask, normalize="all")
-        parents, tokens = chosen // vocab_size, chosen % vocab_size
-        nodes = trie.step(nodes.gather(1, parents), tokens)
-        texts = torch.cat([texts.gather(1, parents[..., None].expand_as(texts)), tokens[..., None]], -1)
-    of_items = sum(
-        logits_after(items[:, :t]).log_softmax(-1).gather(1, items[:, t : t + 1])[:, 0] for t in range(trie.depth)
-    )
-    expected, order = of_items.sort(descending=True)
-    torch.testing.assert_close(scores[0, : len(items)], expected, atol=1e-4, rtol=0)
-    assert torch.equal(texts[0, : len(items)], items[order])
-    assert (scores[0, len(items) :] < -1e8).all()
 
 
 @pytest.mark.exhaustive

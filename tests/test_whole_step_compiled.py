@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -178,22 +178,13 @@ def test_calls_at_once_share_nothing(model, traced):
     inputs = inputs_for(model)
     options = {"do_sample": False, "max_new_tokens": 12}
     expected = model.generate(**inputs, **options)
-    found = []
+
+    def texts():
+        return [torch.equal(model.generate(**inputs, **options), expected) for _ in range(5)]
+
     stats(reset=True)
-    with compiling(model):
-        threads = [
-            threading.Thread(
-                target=lambda: found.extend(
-                    torch.equal(model.generate(**inputs, **options), expected) for _ in range(5)
-                )
-            )
-            for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(found) == 10 and all(found)
+    with compiling(model), ThreadPoolExecutor(2) as pool:
+        assert all(all(each.result()) for each in [pool.submit(texts), pool.submit(texts)])
     assert stats().compiled > 0 and stats().reasons.keys() <= {"another call of the same shape runs"}
 
 

@@ -166,17 +166,6 @@ def test_memory_beyond_the_weights_grows_with_the_prompt_once(cuda):
     assert store_bytes[1] - store_bytes[0] == (1024 - 64) * per_place
 
 
-def test_graphs_are_dropped(cuda):
-    model, inputs = on_gpu("Llama")
-    from fused_topk.generation import enable
-
-    enable(model)
-    model.generate(**inputs, num_beams=4, max_new_tokens=8, do_sample=False)
-    assert len(entry._ready.get(model).store._kept) == 1
-    disable(model)
-    assert entry._ready.get(model) is None
-
-
 def test_weights_that_lie_elsewhere_are_captured_anew(cuda):
     model, inputs = on_gpu("Llama")
     options = {"num_beams": 4, "max_new_tokens": 12, "do_sample": False}

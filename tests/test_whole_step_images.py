@@ -155,16 +155,6 @@ _IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
 _ALL = torch.ones(2, 3, dtype=torch.bool)
 
 
-def test_what_a_model_prepares():
-    found = prepared(_Asked(types=lambda *_: _IDS), _IDS, _ALL, {})
-    assert found.inputs["input_ids"] is _IDS and found.inputs["images"] == 3
-    assert found.last_positions.tolist() == [[2], [2]] and found.further == {"types"}
-    # Of positions with several axes, too.
-    found = prepared(_Asked(position_ids=lambda _, of: of.expand(3, -1, -1) + 4), _IDS, _ALL, {})
-    assert found.last_positions.shape == (3, 2, 1) and int(found.last_positions.min()) == 6
-    assert prepared(_Asked(position_ids=lambda *_: None), _IDS, _ALL, {}).last_positions is None
-
-
 def _raises(*_):
     raise ValueError("no more")
 

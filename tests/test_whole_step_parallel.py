@@ -64,20 +64,8 @@ def test_the_demo(tmp_path):
     if not demo.exists():
         pytest.skip("the demos are only in a checkout")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    options = (
-        "--tiny",
-        "--layers",
-        "1",
-        "--prompt",
-        "8",
-        "--new-tokens",
-        "4",
-        "--turns",
-        "1",
-        "--csv",
-        tmp_path / "run.csv",
-    )
-    command = [sys.executable, *launcher, demo, *map(str, options)]
+    options = ["--tiny", "--layers", "1", "--prompt", "8", "--new-tokens", "4", "--turns", "1", "--csv"]
+    command = [sys.executable, *launcher, demo, *options, tmp_path / "run.csv"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("same 100%") == result.stdout.count("as asked") == 4

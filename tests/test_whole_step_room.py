@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
-import itertools
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import Recorder, also, assert_whole, inputs_for, one_thread, stock_gap  # noqa: F401
-from fused_topk.generation import disable, enable, fused_decoding
+from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import ancestry, cache, compiled, entry, room
 from whole_steps import SERVED, SERVED_WITH_SOURCE, encoder_decoder, family, source_for
 
@@ -139,39 +135,3 @@ def test_an_exception_leaves_a_step_as_it_was(monkeypatch):
         assert [*entry._ready.get(model).store._kept.values()] == [step]
         with torch.compiler.set_stance("fail_on_recompile"):
             assert_whole(model, inputs, compile=True, **options)
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.exhaustive
-def test_300_calls_of_48_shapes_take_bounded_memory():
-    """Each shape comes back six times, after all others. What is compiled is compiled in the first round."""
-    model = copy.deepcopy(family("Llama"))
-    shapes = [*itertools.product(range(1, 7), (6, 20, 30, 40), (1, 3))]
-    assert len(shapes) == 48
-    enable(model, compile=True)
-    taken, codes = [], []
-    for number in range(300):
-        batch, length, beams = shapes[number % 48]
-        ends, penalty = [8 + number % 80], {} if beams == 1 else {"length_penalty": 0.5 + number % 7}
-        model.generate(
-            **inputs_for(model, batch, length),
-            num_beams=beams,
-            do_sample=False,
-            max_new_tokens=20,
-            eos_token_id=ends,
-            **penalty,
-        )
-        if number % 48 == 47:
-            gc.collect()
-            taken.append(resident_bytes())
-            codes.append(len(entry._ready.get(model).store._codes))
-    # One row, and several, with beams and without.
-    assert codes == [4] * 6
-    assert len(entry._ready.get(model).store._kept) == 8
-    # The bytes of a step of the largest shape are 0.2 MB. Allocators do not give back all.
-    assert taken[-1] - taken[1] < 8e6, [each / 1e6 for each in taken]
-    disable(model)
-    assert entry._ready.get(model) is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from decoding import PAD, TOKENS, assert_whole, inputs_for, one_thread, with_biases  # noqa: F401
+from decoding import PAD, SHAPE_OF_BOTH, TOKENS, assert_whole, inputs_for, one_thread, with_biases  # noqa: F401
 from fused_topk.generation.whole_step import attention, entry
 from fused_topk.generation.whole_step.row_form import RowDecoder, decoder_of
 from whole_steps import source_for, swaps
@@ -15,22 +15,10 @@ from whole_steps import source_for, swaps
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": PAD}
 _MODELS = {
     "T5": ("ForConditionalGeneration", _T5),
-    "MT5": ("ForConditionalGeneration", _T5),
     "UMT5": ("ForConditionalGeneration", _T5),
     "LED": (
         "ForConditionalGeneration",
-        {
-            "d_model": 32,
-            **{
-                f"{side}_{part}": n
-                for side in ("encoder", "decoder")
-                for part, n in (("layers", 2), ("attention_heads", 4))
-            },
-            **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
-            "attention_window": 4,
-            "init_std": 0.3,
-            "decoder_start_token_id": 2,
-        },
+        {**SHAPE_OF_BOTH, "attention_window": 4, "init_std": 0.3, "decoder_start_token_id": 2},
     ),
     "Bloom": ("ForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}),
     "Falcon": (

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 import transformers
 
-from decoding import PAD, TOKENS, assert_whole, inputs_for, with_biases
+from decoding import PAD, SHAPE_OF_BOTH, TOKENS, assert_whole, inputs_for, with_biases
 from fused_topk.generation.whole_step import ancestry, entry
 from fused_topk.generation.whole_step.row_form import RowDecoder, decoder_of
 from whole_steps import source_for, swaps
@@ -62,13 +62,8 @@ def test_sinks(num_beams, is_gathered, monkeypatch):
 
 _EXPERTS = {
     "NllbMoe": {
-        "d_model": 32,
-        **{
-            f"{side}_{part}": n
-            for side in ("encoder", "decoder")
-            for part, n in (("layers", 2), ("attention_heads", 4))
-        },
-        **{f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in (("ffn_dim", 64), ("sparse_step", 2))},
+        **SHAPE_OF_BOTH,
+        **{f"{side}_sparse_step": 2 for side in ("encoder", "decoder")},
         "num_experts": 4,
         "expert_capacity": 64,
         "max_position_embeddings": 96,

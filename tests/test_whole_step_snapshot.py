@@ -22,7 +22,7 @@ from transformers import modeling_utils
 from transformers.models.llama import modeling_llama as llama
 
 from captured import graphs_of
-from decoding import TOLERANCE, assert_same, assert_whole, generate_both, inputs_for, one_thread, stats  # noqa: F401
+from decoding import TOLERANCE, assert_same, assert_whole, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import disable, fused_decoding
 from fused_topk.generation.whole_step import attribute, compiled, entry
 from fused_topk.generation.whole_step.twin import Snapshot
@@ -249,23 +249,6 @@ def test_a_configuration_that_cannot_be_copied(model):
         assert reason.startswith("a twin of a LlamaForCausalLM raises TypeError: cannot pickle")
     del model.config.lock
     assert_whole(model, inputs_for(model), **BEAMS)
-
-
-@pytest.mark.exhaustive
-def test_compiled_steps_in_pieces_do_not_outlive_the_model(monkeypatch):
-    """Pieces are what is taken where the step cannot be one. test_weights_that_go_are_not_held() has the others."""
-    ways = compiled.Codes.ways
-    monkeypatch.setattr(compiled.Codes, "ways", lambda *args: ways(*args)[1:])
-    model = copy.deepcopy(family("Llama"))
-    stats(reset=True)
-    with fused_decoding(model, compile=True):
-        model.generate(**inputs_for(model), **BEAMS)
-    assert stats().compiled > 0
-    (step,) = entry._ready.get(model).store._kept.values()
-    kept = [weakref.ref(each) for each in (model.lm_head.weight, step.decoder._cache.layers[0].keys)]
-    del model, step
-    gc.collect()
-    assert [each() for each in kept] == [None, None]
 
 
 def gone(model):
