@@ -60,7 +60,6 @@ def default_dtype():
     "options",
     [
         {},
-        {"bad_words_ids": [[20, 21], [21, 22]], "repetition_penalty": 1.3, "min_new_tokens": 3},
         # Numbers that the narrower types round.
         {"sequence_bias": [[[i, j], 1.2345 * (i % 7)] for i in range(8, 211) for j in (20, 30)]},
         {"exponential_decay_length_penalty": (1, 1.3), "repetition_penalty": 1.3},

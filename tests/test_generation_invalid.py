@@ -32,18 +32,12 @@ PLACES = {
 OPTIONS = {
     "none": {},
     "bad words": {"bad_words_ids": [[20], [23], [77], [0]]},
-    "bad phrases": {"bad_words_ids": [[i, j] for i in range(211) for j in (20, 77, 210)]},
     "biases": {"sequence_bias": [[[20], 3.0], [[77], -3.0], [[26], -math.inf], [[29], math.inf]]},
     "allowed": {"prefix_allowed_tokens_fn": lambda batch, ids: range(20, 80, 2)},
-    "allowed others": {"prefix_allowed_tokens_fn": lambda batch, ids: [30, 31, 33, 34, 36, 37]},
-    "suppressed": {"suppress_tokens": [20, 23, 77, 0]},
     "penalty": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 1},
-    "suppressed and penalty": {"suppress_tokens": [0, 20, 23, 77, 210], "repetition_penalty": 1.5},
     "normalized": {"renormalize_logits": True},
     "normalized edits": {"renormalize_logits": True, "suppress_tokens": [20, 77], "repetition_penalty": 1.5},
-    "decay": {"exponential_decay_length_penalty": (0, 1.5)},
     "lengths": {"min_new_tokens": 3, "forced_eos_token_id": EOS},
-    "several": {"bad_words_ids": [[20]], "suppress_tokens": [23], "prefix_allowed_tokens_fn": lambda b, i: range(60)},
 }
 
 

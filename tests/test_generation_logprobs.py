@@ -141,16 +141,8 @@ def test_next_token_topk_says_what_is_wrong():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (
-            torch.tensor([5, 9]),
-            ValueError,
-            r"`inputs` must have ids of shape \(batch, length\) .* got \(2,\); .*\.unsqueeze\(0\)",
-        ),
-        (
-            torch.zeros(2, 0).long(),
-            ValueError,
-            r"`inputs` must have ids of shape .* at least one token .* got \(2, 0\)",
-        ),
+        (torch.tensor([5, 9]), ValueError, r"ids of shape \(batch, length\) .* got \(2,\); .*\.unsqueeze\(0\)"),
+        (torch.zeros(2, 0).long(), ValueError, r"ids of shape .* at least one token .* got \(2, 0\)"),
         (torch.zeros(2, 2), TypeError, "`inputs` must have ids of int64 or int32, got torch.float32"),
         (torch.zeros(2, 2, device="meta").long(), ValueError, "`inputs` must have ids on the model's device, got meta"),
         ({"input_ids": [[5, 9]]}, TypeError, "`inputs` must have ids as a tensor, got list; .*return_tensors='pt'"),

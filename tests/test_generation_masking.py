@@ -18,12 +18,9 @@ SHOWN = 24
 SUPPRESSED = {"suppress_tokens": list(range(SHOWN)), "eos_token_id": None}
 OPTIONS = [
     {},
-    {"repetition_penalty": 1.3},
     {"repetition_penalty": 0.7, "renormalize_logits": True},
     {"repetition_penalty": 1.3, **SUPPRESSED},
-    {"suppress_tokens": list(range(4, SHOWN + 4)), "repetition_penalty": 1.3, "renormalize_logits": True},
     {"no_repeat_ngram_size": 1, "sequence_bias": [[[9], 2.0], [[SHOWN + 1], 4.0], [[SHOWN + 2, SHOWN + 3], 8.0]]},
-    {"bad_words_ids": [[i] for i in range(6, SHOWN)], "min_new_tokens": 3, "repetition_penalty": 1.3},
     {"begin_suppress_tokens": list(range(SHOWN)), "exponential_decay_length_penalty": (1, 1.2)},
     {"prefix_allowed_tokens_fn": lambda batch, ids: range(3, SHOWN + 5, 2), "repetition_penalty": 1.3},
 ]

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from decoding import Recorder, assert_same_cache, inputs_for, stats
+from decoding import NAMES, Recorder, assert_same_cache, assert_whole, inputs_for, stats, tiny
 from fused_topk.generation import disable, fused_decoding
 from fused_topk.generation.whole_step import entry, graphs, kept
 from whole_steps import encoder_decoder, family, source_for
@@ -240,3 +240,16 @@ def test_sampling_is_repeatable_and_captured(cuda):
     steps = stats(reset=True)
     assert steps.captured == steps.whole > 0, steps.reasons
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+# Mixtral's experts ask the device in float32.
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("mamba", "mixtral")])
+def test_generate_on_the_gpu_gives_the_stock_sequences(cuda, name, num_beams):
+    model = tiny(name).to("cuda")
+    try:
+        assert_whole(model, inputs_for(model), num_beams=num_beams, repetition_penalty=1.2)
+        assert_whole(model, inputs_for(model), num_beams=num_beams)
+    finally:
+        # The model is shared with tests on the CPU.
+        model.to("cpu")

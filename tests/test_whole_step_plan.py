@@ -28,24 +28,18 @@ def changed(processor, **attributes):
     [
         ([], {}, 0),
         ([TEMPERATURE, TOP_K, TOP_P, MIN_P], {"temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.25}, 0),
-        ([TOP_K, NORMALIZE, MIN_P], {"top_k": 5, "min_p": 0.25}, 0),
         ([PENALTY, TOP_K], {"top_k": 5}, 1),
         ([TOP_K, PENALTY, TOP_P], {"top_p": 0.5}, 2),
         # In another order than that of sample().
         ([TOP_P, TOP_K], {"top_k": 5}, 1),
-        ([TOP_K, TEMPERATURE], {"temperature": 0.5}, 1),
-        ([TOP_K, TOP_K], {"top_k": 5}, 1),
         ([FusedTopKLogitsProcessor(5, temperature=0.5), MIN_P], {"temperature": 0.5, "top_k": 5, "min_p": 0.25}, 0),
         ([FusedTopKLogitsProcessor(5, min_p=0.5), MIN_P], {"min_p": 0.25}, 1),
         # What sample() does not do.
         ([stock.TopPLogitsWarper(0.5, min_tokens_to_keep=2)], {}, 1),
-        ([stock.TopKLogitsWarper(5, filter_value=-1e9)], {}, 1),
-        ([stock.TopPLogitsWarper(0.0)], {}, 1),
         ([stock.TemperatureLogitsWarper(1e-40)], {}, 1),
         ([stock.TypicalLogitsWarper(0.5)], {}, 1),
         # What a user has set.
         ([changed(stock.TopKLogitsWarper(5), top_k=torch.tensor(5))], {}, 1),
-        ([changed(stock.TemperatureLogitsWarper(0.5), temperature=-1.0)], {}, 1),
         ([changed(stock.TopKLogitsWarper(5), of_a_later_version=1)], {}, 1),
     ],
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import signal
 import threading
@@ -13,7 +14,7 @@ from torch import nn
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decoding import inputs_for, stats
@@ -198,63 +199,32 @@ def test_a_model_in_training_mode_without_dropout_is_served():
     assert stats(reset=True).whole == 6 and model.training
 
 
-def test_attention_of_the_users_own_is_called_as_in_stock():
-    calls = []
-
-    def mine(*args, **kwargs):
-        calls.append(1)
-        return sdpa_attention_forward(*args, **kwargs)
-
-    AttentionInterface.register("mine_of_a_test", mine)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    config._attn_implementation = "mine_of_a_test"
-    model = LlamaForCausalLM(config).eval()
-    counts = []
-    inputs = inputs_for(model, 2)
-    for context in (None, fused_decoding(model)):
-        calls.clear()
-        if context is None:
-            model.generate(**inputs, **OPTIONS)
-        else:
-            with context:
-                model.generate(**inputs, **OPTIONS)
-        counts.append(len(calls))
-    assert counts[0] == counts[1] == 12
-    assert "attention of your own" in str(stats(reset=True).reasons)
-
-
-@pytest.mark.parametrize("place", ["class", "cache", "layer"])
-def test_an_update_of_the_users_own_is_called_as_in_stock(place, monkeypatch):
-    model = copy.deepcopy(family("Llama"))
-    calls, counts, update = [], [], DynamicCache.update
-    inputs = inputs_for(model, 2)
+@pytest.mark.parametrize("place", ["attention", "class", "cache", "layer"])
+def test_a_function_of_the_users_own_is_called_as_in_stock(place, monkeypatch):
+    """Attention, and update() of caches."""
+    model, calls, counts = copy.deepcopy(family("Llama")), [], []
 
     def counted(of):
-        def run(*args, **kwargs):
-            calls.append(1)
-            return of(*args, **kwargs)
+        return lambda *args, **kwargs: calls.append(1) or of(*args, **kwargs)
 
-        return run
-
-    if place == "class":
-        monkeypatch.setattr(DynamicCache, "update", lambda *args, **kwargs: calls.append(1) or update(*args, **kwargs))
-    for is_fused in (False, True):
+    if place == "attention":
+        AttentionInterface.register("mine_of_a_test", counted(sdpa_attention_forward))
+        model.config._attn_implementation = "mine_of_a_test"
+    elif place == "class":
+        monkeypatch.setattr(DynamicCache, "update", counted(DynamicCache.update))
+    stats(reset=True)
+    for block in (contextlib.nullcontext(), fused_decoding(model)):
         calls.clear()
         given = {}
-        if place != "class":
-            cache = DynamicCache(config=model.config)
-            of = cache if place == "cache" else cache.layers[0]
+        if place in ("cache", "layer"):
+            given["past_key_values"] = DynamicCache(config=model.config)
+            of = given["past_key_values"] if place == "cache" else given["past_key_values"].layers[0]
             of.update = counted(of.update)
-            given = {"past_key_values": cache}
-        if is_fused:
-            with fused_decoding(model):
-                model.generate(**inputs, **OPTIONS, **given)
-        else:
-            model.generate(**inputs, **OPTIONS, **given)
+        with block:
+            model.generate(**inputs_for(model, 2), **OPTIONS, **given)
         counts.append(len(calls))
     assert counts[0] == counts[1] > 0
+    assert place != "attention" or "attention of your own" in str(stats().reasons)
 
 
 class Late(Exception):
