@@ -301,7 +301,3 @@ class Recorder(transformers.generation.streamers.BaseStreamer):
 
     def end(self):
         self.pieces.append("end")
-
-
-def one_prompt(model):
-    return inputs_for(model, batch=1)

@@ -54,12 +54,10 @@ def test_encoder_decoders(options, fill, num_beams):
     "options",
     [
         {"top_k": 0},
-        {"top_k": 40, "top_p": 0.9},
         {"top_k": 0, "top_p": 0.9, "temperature": 0.7},
         {"top_k": 0, "min_p": 0.1, "renormalize_logits": True},
         # What is left is masked by the model. Of equal tokens those that top-p keeps are arbitrary in stock.
         {"top_k": 0, **SUPPRESSED},
-        {"top_k": 40, "min_p": 0.1, **SUPPRESSED},
     ],
     ids=lambda options: "-".join(options),
 )

@@ -21,17 +21,20 @@ from decoding import also, assert_whole, generate_both, inputs_for, one_thread, 
 from fused_topk.generation import disable, fused_decoding
 from fused_topk.generation.whole_step import attribute, compiled, entry
 from fused_topk.generation.whole_step.facts import num_positions
-from whole_steps import SERVED, SERVED_WITH_SOURCE, assert_declined, encoder_decoder, family, source_for, whole
+from whole_steps import (  # noqa: F401
+    SERVED,
+    SERVED_WITH_SOURCE,
+    assert_declined,
+    encoder_decoder,
+    family,
+    own_model,
+    source_for,
+    whole,
+)
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-
-
-@pytest.fixture(name="model")
-def own_model():
-    """A model of its own for each test, which may change it."""
-    return copy.deepcopy(family("Llama"))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,6 @@ _SHAPE = {
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("Falcon", {"alibi": True, "new_decoder_architecture": False}),
         ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
         ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     ],

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from decoding import NAMES, Recorder, assert_same_cache, assert_whole, inputs_for, stats, tiny
 from fused_topk.generation import disable, fused_decoding
-from fused_topk.generation.whole_step import entry, graphs, kept
+from fused_topk.generation.whole_step import graphs, kept
 from whole_steps import encoder_decoder, family, source_for
 
 WAYS = {
@@ -148,22 +148,6 @@ def test_a_cache_goes_from_call_to_call(cuda, monkeypatch):
         found.append((texts, cache))
     assert torch.equal(found[0][0], found[1][0])
     assert_same_cache(found[0][1], found[1][1], 1e-4)
-
-
-def test_memory_beyond_the_weights_grows_with_the_prompt_once(cuda):
-    model, _ = on_gpu("Llama")
-    # Room for longer texts: the positions of this family are computed.
-    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 8, "eos_token_id": None}
-    store_bytes = []
-    for length in (64, 1024):
-        ids = torch.randint(8, 97, (4, length), device="cuda")
-        with WAYS["captured"](model):
-            model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-        step = list(entry._ready.get(model).store._kept.values())[-1]
-        store_bytes.append(step.decoder.num_bytes)
-    heads, dim, layers = 2, 8, 2
-    per_place = 4 * heads * dim * layers * 2 * 4
-    assert store_bytes[1] - store_bytes[0] == (1024 - 64) * per_place
 
 
 def test_weights_that_lie_elsewhere_are_captured_anew(cuda):

@@ -20,7 +20,7 @@ from decoding import TOLERANCE, Recorder, assert_same, generate_both, inputs_for
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry, graphs, room
 from multimodal import images_for, multimodal
-from whole_steps import SERVED, family, swaps
+from whole_steps import SERVED, family, own_model, swaps  # noqa: F401
 
 capturing = functools.partial(fused_decoding)
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
@@ -31,11 +31,6 @@ def stand_in(monkeypatch):
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(StandIn, "made", 0)
     monkeypatch.setattr(StandIn, "replays", 0)
-
-
-@pytest.fixture(name="model")
-def own_model():
-    return copy.deepcopy(family("Llama"))
 
 
 def assert_captured(model, inputs, **options):

@@ -94,10 +94,8 @@ def test_a_head_that_is_written_to_or_that_the_model_looks_at():
     with torch.inference_mode():
         assert found(lambda model, logits: logits) is not None
     assert found(lambda model, logits: logits.mul_(2)) is None
-    assert found(lambda model, logits: logits.tanh()) is None
     # What few logits show, or none of a few texts.
     assert found(lambda model, logits: logits.clamp(max=99.0)) is None
-    assert found(lambda model, logits: logits.clamp_(max=99.0)) is None
     assert found(lambda model, logits: logits.data.clamp_(min=-99.0) is None or logits) is None
     assert found(lambda model, logits: logits.nan_to_num_()) is None
     assert found(lambda model, logits: logits[..., :9]) is None

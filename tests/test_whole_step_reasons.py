@@ -17,15 +17,9 @@ import transformers
 from decoding import assert_whole, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import reasons
-from whole_steps import assert_declined, encoder_decoder, family, source_for, whole
+from whole_steps import assert_declined, encoder_decoder, family, own_model, source_for, whole  # noqa: F401
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
-
-
-@pytest.fixture(name="model")
-def own_model():
-    """A model of its own for each test, which may change it."""
-    return copy.deepcopy(family("Llama"))
 
 
 def of_another_class(model, **methods):

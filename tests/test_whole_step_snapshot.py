@@ -26,17 +26,11 @@ from decoding import TOLERANCE, assert_same, assert_whole, generate_both, inputs
 from fused_topk.generation import disable, fused_decoding
 from fused_topk.generation.whole_step import attribute, compiled, entry
 from fused_topk.generation.whole_step.twin import Snapshot
-from whole_steps import assert_declined, family, weight_once_served, whole
+from whole_steps import assert_declined, family, own_model, weight_once_served, whole  # noqa: F401
 
 compiling = functools.partial(fused_decoding, compile=True)
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
-
-
-@pytest.fixture(name="model")
-def own_model():
-    """A model of its own for each test, which may change it."""
-    return copy.deepcopy(family("Llama"))
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -14,14 +12,9 @@ from captured import StandIn, as_on_a_gpu
 from decoding import Recorder, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import compiled, graphs, room
-from whole_steps import family, whole
+from whole_steps import own_model, whole  # noqa: F401
 
 OPTIONS = {"max_new_tokens": 7, "do_sample": False}
-
-
-@pytest.fixture(name="model")
-def own_model():
-    return copy.deepcopy(family("Llama"))
 
 
 @pytest.fixture(params=["operations", "compiled", "captured"])

@@ -8,6 +8,7 @@ import functools
 import sys
 import weakref
 
+import pytest
 import torch
 import transformers
 
@@ -103,6 +104,12 @@ def family(name: str, seed: int = 0, attention: str | None = None, dtype: torch.
         **{**TOKENS, **options, **(FAMILIES | OTHER_LAYERS)[name]},
     )
     return with_biases(_head(name)(made), seed).to(dtype).eval()
+
+
+@pytest.fixture(name="model")
+def own_model():
+    """A model of its own for each test, which may change it."""
+    return copy.deepcopy(family("Llama"))
 
 
 _OF_BOTH = {
