@@ -75,6 +75,14 @@ def _few_logits(monkeypatch):
         monkeypatch.setattr(reasons, "FEW_LOGITS", 0)
 
 
+@pytest.fixture(autouse=True)
+def _no_counts():
+    """generate() counts for the whole process: each test begins at 0."""
+    generation = sys.modules.get("fused_topk.generation")
+    if generation is not None:
+        generation.stats(reset=True)
+
+
 # Each of their values has a cover of the other parameters to itself.
 PLACES = ("backend", "native", "place")
 
