@@ -40,9 +40,9 @@ struct StepAttention {
   u32 keys_of_part;   // a multiple of 16
   u32 parts;          // for which there are states
   u32 parts_of_block;
-  u32 window;         // how many of the last tokens may be looked at; 0: all
-  float scale;        // of the scores
-  float cap;          // of the scores, cap tanh(x / cap); 0: none
+  u32 window;   // how many of the last tokens may be looked at; 0: all
+  float scale;  // of the scores
+  float cap;    // of the scores, cap tanh(x / cap); 0: none
 };
 
 namespace attention {
@@ -59,7 +59,9 @@ template <u32 D>
 constexpr bool kLoadsAtOnce = D <= (__CUDA_ARCH__ < 1000 ? 128 : 96);
 // How many blocks must fit on a multiprocessor. One more spills on compute capabilities below 9.0.
 template <u32 D>
-constexpr u32 kBlocks = D > 64 ? 2 : __CUDA_ARCH__ < 900 ? 3 : 4;
+constexpr u32 kBlocks = D > 64                ? 2
+                        : __CUDA_ARCH__ < 900 ? 3
+                                              : 4;
 // Of a warp's state in memory: m, d and o of each lane.
 template <u32 D>
 constexpr u32 kStateWords = (4 + kOwn<D> / 2) * kWarpSize;
@@ -158,7 +160,8 @@ struct State {
 // Merges the states of the warps that share rows into that of the first one. share: of this warp, of `shares`, a power of two. All
 // threads of the block call it.
 template <u32 D>
-__device__ __forceinline__ void merge_warps(State<D>& state, float* shared, u32 share, u32 shares, u32 tiles, u32 tile) {
+__device__ __forceinline__ void merge_warps(State<D>& state, float* shared, u32 share, u32 shares, u32 tiles,
+                                            u32 tile) {
   for (u32 half = shares / 2; half > 0; half /= 2) {
     float* const left = shared + ((share % half) * tiles + tile) * kStateWords<D> + lane_id();
     __syncthreads();
@@ -292,14 +295,14 @@ __device__ __forceinline__ void take(State<D>& state, const StepAttention& wante
 
 // Grid: (blocks of parts, blocks of tiles, batch * key_heads * D / kOwn).
 template <class FORMAT, u32 D>
-__global__ void __launch_bounds__(kWarps * kWarpSize, kBlocks<D>)
+__global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks<D>)
     step_attention_kernel(const __grid_constant__ StepAttention wanted) {
   using Bits = typename FORMAT::Bits;
   __shared__ float shared[kWarps / 2 * kStateWords<D>];
   __shared__ u32 ticket;
   const u32 warp = threadIdx.x / kWarpSize, g = lane_id() / 4, c = lane_id() % 4;
   const u32 tiles = wanted.warps_in_rows, tile = warp % tiles, share = warp / tiles, shares = kWarps / tiles;
-  const u32 first_dim = blockIdx.z % (D / kOwn<D>) * kOwn<D>, sequence_head = blockIdx.z / (D / kOwn<D>);
+  const u32 first_dim = blockIdx.z % (D / kOwn<D>)*kOwn<D>, sequence_head = blockIdx.z / (D / kOwn<D>);
   const u32 batch = sequence_head / wanted.key_heads, head = sequence_head % wanted.key_heads;
   const u32 groups = wanted.groups, rows = wanted.beams * groups, first_row = (blockIdx.y * tiles + tile) * kRows;
 
@@ -319,10 +322,10 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, kBlocks<D>)
   text.first = min(first_row, rows - 1) / groups;
   text.tile_beams = min(first_row + kRows - 1, rows - 1) / groups - text.first + 1;
 
-  const Queries<FORMAT, D> queries{
-      static_cast<const Bits*>(wanted.queries) + batch * wanted.beams * wanted.query_strides[0] +
-          head * groups * wanted.query_strides[1],
-      wanted.query_strides[0], wanted.query_strides[1], groups, rows};
+  const Queries<FORMAT, D> queries{static_cast<const Bits*>(wanted.queries) +
+                                       batch * wanted.beams * wanted.query_strides[0] +
+                                       head * groups * wanted.query_strides[1],
+                                   wanted.query_strides[0], wanted.query_strides[1], groups, rows};
   const Bits* const keys =
       static_cast<const Bits*>(wanted.keys) + batch * wanted.key_strides[0] + head * wanted.key_strides[1];
   const Bits* const values = static_cast<const Bits*>(wanted.values) + batch * wanted.value_strides[0] +
@@ -353,7 +356,8 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, kBlocks<D>)
       state.d[half] += __shfl_xor_sync(kAllLanes, state.d[half], 2);
     }
     merge_warps(state, shared, share, shares, tiles, tile);
-    if (parts > 1 && share == 0) state.leave([&](u32 i, float x) { states[i64(part) * kStateWords<D> + i * kWarpSize] = x; });
+    if (parts > 1 && share == 0)
+      state.leave([&](u32 i, float x) { states[i64(part) * kStateWords<D> + i * kWarpSize] = x; });
   }
 
   if (parts > 1) {

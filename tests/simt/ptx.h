@@ -146,12 +146,12 @@ void add_product(float& c0, float& c1, float& c2, float& c3, const u32 (&a)[4], 
   }
   c0 = sums[0], c1 = sums[1], c2 = sums[2], c3 = sums[3];
 }
-#define SIMT_PRODUCT(format, decode)                                                                             \
-  inline void mma_sync_aligned_m16n8k16_row_col_f32_##format##_##format##_f32(                                   \
-      float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0,      \
-      float c1, float c2, float c3) {                                                                            \
-    d0 = c0, d1 = c1, d2 = c2, d3 = c3;                                                                          \
-    add_product(d0, d1, d2, d3, {a0, a1, a2, a3}, {b0, b1}, decode);                                             \
+#define SIMT_PRODUCT(format, decode)                                                                                  \
+  inline void mma_sync_aligned_m16n8k16_row_col_f32_##format##_##format##_f32(                                        \
+      float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1, \
+      float c2, float c3) {                                                                                           \
+    d0 = c0, d1 = c1, d2 = c2, d3 = c3;                                                                               \
+    add_product(d0, d1, d2, d3, {a0, a1, a2, a3}, {b0, b1}, decode);                                                  \
   }
 inline float of_bfloat16(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 inline float of_half(u16 bits) {
