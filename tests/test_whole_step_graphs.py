@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import time
 
 import pytest
 import torch
@@ -102,12 +104,12 @@ def test_calls_whose_choice_takes_more_capture_the_forward_pass(options, num_bea
 
 
 def test_a_clock_ends_a_call(model, monkeypatch):
-    monkeypatch.setattr(entry.Criteria, "have_clocks", property(lambda self: True))
-    monkeypatch.setattr(entry.Criteria, "end_all", lambda self, ids, length: length >= 11)
-    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 30}
+    now = itertools.count()
+    monkeypatch.setattr(time, "time", lambda: next(now))
+    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 60, "max_time": 12.0}
     for beams in (1, 3):
         with capturing(model):
-            assert model.generate(**inputs_for(model), num_beams=beams, **options).shape[1] == 11
+            assert 6 < model.generate(**inputs_for(model), num_beams=beams, **options).shape[1] < 6 + 60
 
 
 def test_what_is_captured_is_kept_and_dropped(model, monkeypatch):

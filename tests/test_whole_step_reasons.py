@@ -203,6 +203,19 @@ def test_a_generate_that_hands_nothing_on_never_gets_a_loop(model):
     assert_declined(of_a_class_of_transformers(model, own), "generate() of Own", **BEAMS)
 
 
+def test_a_generate_that_calls_that_of_a_part(model):
+    """As models that read images do. What the part's call says is all that is counted."""
+
+    class OfParts(transformers.LlamaForCausalLM):
+        def generate(self, **kwargs):
+            return self.part.generate(**kwargs)
+
+    whole_model = OfParts(model.config).eval()
+    whole_model.part = model
+    assert_whole(whole_model, **BEAMS)
+    assert_declined(whole_model, "output_attentions", **BEAMS, output_attentions=True)
+
+
 def test_a_loop_that_is_handed_on_to_a_part_looks_at_the_part(model):
     class Above(transformers.LlamaForCausalLM):
         def generate(self, *args, **kwargs):

@@ -49,9 +49,6 @@ FAMILIES = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": _EXPERTS,
     "Qwen3Moe": _EXPERTS,
-    "GPTNeoX": {},
-    "Starcoder2": _WINDOW,
-    "Olmo2": {},
 }
 # Keys and values of other sizes, and layers that read the keys of layers before them.
 OTHER_LAYERS = {
