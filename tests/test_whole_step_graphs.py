@@ -94,7 +94,6 @@ def test_what_runs_in_vain_is_counted_neither_as_steps_nor_as_tokens(model):
         {"output_logits": True, "eos_token_id": list(range(5, 80))},
         {"output_scores": True, "repetition_penalty": 1.5, "eos_token_id": list(range(5, 80))},
         {"renormalize_logits": True, "repetition_penalty": 1.5},
-        {"max_time": 60.0},
     ],
     ids=lambda options: "-".join(options),
 )
@@ -171,7 +170,11 @@ def test_a_step_for_longer_texts_serves_shorter_ones(model):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.5}], ids=["at-once", "forward-pass"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"repetition_penalty": 1.5}, marks=pytest.mark.exhaustive)],
+    ids=["at-once", "forward-pass"],
+)
 def test_each_room_is_captured_once(more, num_beams, model, monkeypatch):
     monkeypatch.setattr(room, "FIRST", 4)
     options = {"num_beams": num_beams, "eos_token_id": None, "max_new_tokens": 60, **more}

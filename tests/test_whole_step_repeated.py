@@ -91,7 +91,7 @@ def with_source():
 
 
 # Of options that take the same way one each is quick.
-_QUICK = ("other-ends", "room", "length", "repetition", "scores")
+_QUICK = ("other-ends", "room", "length")
 _OTHERS = [name for name in (*_OPTIONS, *_SAME_TOKENS, *_OF_ANOTHER_GRAPH) if name not in _QUICK]
 
 
