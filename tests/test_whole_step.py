@@ -74,10 +74,8 @@ def test_every_rule_of_stopping(length_penalty, early_stopping):
         {"max_length": 9, "max_new_tokens": None},
         {"min_new_tokens": 6},
         {"min_length": 12, "eos_token_id": [5, 6, 7, 8, 9]},
-        {"eos_token_id": None},
         {"pad_token_id": 3},
         {"output_scores": True, "output_logits": True},
-        {"output_logits": True, "output_scores": False},
     ],
     ids=lambda options: "-".join(options),
 )
