@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from captured import InVain, graphs_of
-from decoding import Recorder, SmallerIndexFirst, also, inputs_for, is_likely, one_thread, stats, tiny  # noqa: F401
+from decoding import Recorder, SmallerIndexFirst, inputs_for, is_likely, one_thread, stats, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import draws
 from whole_steps import encoder_decoder, family, source_for
