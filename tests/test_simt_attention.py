@@ -30,7 +30,7 @@ def check(
     arrays = [Array(name, tensor, "input") for name, tensor in given._asdict().items() if tensor is not None]
     arrays += [Array("sinks", sinks, "input")] if sinks is not None else []
     with (
-        emulated(arrays, is_public=True, **how) as outcomes,
+        emulated(arrays, **how) as outcomes,
         mock.patch.object(attention_launch, "_keys_of_part", lambda *_: keys_of_part)
         if keys_of_part
         else mock.MagicMock(),
