@@ -319,5 +319,11 @@ def test_a_criterion_is_called_once_a_token_where_scores_become_nan():
     ids=["fewer", "more", "integers", "float64", "every other"],
 )
 def test_scores_of_another_shape_or_dtype(change, options):
-    if isinstance(assert_both_ways(lambda: {"logits_processor": [change], "max_new_tokens": 4, **options}), Exception):
+    given = {"max_new_tokens": 4, **options}
+    model = family("Llama", 1)
+    try:
+        model.generate(**inputs_for(model, 2), logits_processor=[change], **given)
+    except Exception:
+        # Whole steps may serve it.
         pytest.skip("this version of transformers refuses it")
+    assert_both_ways(lambda: {"logits_processor": [change], **given})
