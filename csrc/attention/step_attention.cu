@@ -345,9 +345,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks<D>)
     Text::Key next = key_at(i + lane_id() % kKeys);
 #pragma unroll 1
     for (; i < end; i += shares * kKeys) {
-      const Text::Key key = next;
-      // So the table is read while the keys before are multiplied.
-      next = key_at(i + shares * kKeys + lane_id() % kKeys);
+      // So the table is read while the keys before are multiplied, where registers hold one more key.
+      const Text::Key key = D > 192 ? key_at(i + lane_id() % kKeys) : next;
+      if constexpr (D <= 192) next = key_at(i + shares * kKeys + lane_id() % kKeys);
       if (__any_sync(kAllLanes, key.beam != kNoBeam)) take<FORMAT, D>(state, wanted, query, key, keys, values, beams);
     }
 #pragma unroll
