@@ -27,6 +27,7 @@ decoding_latency = importlib.import_module("decoding_latency")
 causal_models = importlib.import_module("causal_models")
 distillation = importlib.import_module("distillation")
 translation = importlib.import_module("translation")
+repeats = importlib.import_module("repeats")
 semantic_ids = importlib.import_module("semantic_ids")
 tiny_language_model = importlib.import_module("tiny_language_model")
 whole_calls = importlib.import_module("whole_calls")
@@ -323,3 +324,18 @@ def test_true_shapes_have_the_sizes_that_their_names_say():
         config = next(shape.config for key, shape in causal_models.SHAPES.items() if key.startswith(name))
         model = causal_models.with_random_weights(config, torch.device("meta"), torch.float32)
         assert model.num_parameters() == pytest.approx(size, rel=0.04), name
+
+
+@pytest.mark.exhaustive
+def test_repeats_counts_calls_that_write_the_first_ones_texts(capsys, monkeypatch):
+    options = {"shape": "tiny-4x4", "calls": 3, "new_tokens": 3, "device": "cpu"}
+    repeats.main(**options)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9 and all("3 of 3 calls wrote" in line for line in lines)
+    # Without a seed of their own the drawn texts differ, but the others do not.
+    monkeypatch.setattr(repeats.torch, "manual_seed", lambda seed: None)
+    repeats.main(**options)
+    lines = capsys.readouterr().out.splitlines()
+    assert [": 3 of 3" in line for line in lines] == [True] * 6 + [False] * 3
+    with pytest.raises(repeats.typer.BadParameter, match=r"`--shape` must be of .* got 'large'"):
+        repeats.main(shape="large")
