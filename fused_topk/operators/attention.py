@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,23 +17,14 @@ library.define(
 )
 
 
-def step_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: Tensor,
-    scale: float,
-    cap: float,
-    window: int,
-    sinks: Tensor | None,
-) -> Tensor:
-    """See :func:`cuda_attention.step_attention`. torch.compile sees one operation."""
-    of = torch.ops.fused_topk.step_attention if is_traced_by_dynamo() else cuda_attention.step_attention
-    found: Tensor = of(query, key, value, table, scale, cap, window, sinks)
+def step_attention(*arguments: Any) -> Tensor:
+    """:func:`cuda_attention.step_attention`, of which torch.compile sees one operation. `arguments`: the operator's, in its order."""
+    run = torch.ops.fused_topk.step_attention if is_traced_by_dynamo() else cuda_attention.step_attention
+    found: Tensor = run(*arguments)
     return found
 
 
-def _fake(query: Tensor, *others: object) -> Tensor:
+def _fake(query: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 

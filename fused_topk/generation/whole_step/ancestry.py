@@ -44,7 +44,7 @@ class Table:
     def __init__(self, prompt: Tensor, beams: int) -> None:
         batch, places = prompt.shape
         self._prompt = prompt
-        self._beams = torch.arange(beams, device=prompt.device)
+        self._beams = beams
         # The bits of the prompt, 32 a word, and before them how many places it has.
         self.of_prompt = prompt.new_full((batch, 1, 1, 1 + -(-places // 32)), places, dtype=torch.int32)
 
@@ -60,24 +60,24 @@ class Table:
 
         Args: see :meth:`Mask.__call__`.
         """
-        batch, beams = len(self._prompt), len(self._beams)
-        of_prompt = self.of_prompt.expand(-1, -1, beams, -1)
-        written = (step + 1).to(torch.int32).expand(batch, 1, beams, 1)
+        of_prompt = self.of_prompt.expand(-1, -1, self._beams, -1)
+        written = (step + 1).to(torch.int32).expand(len(self._prompt), 1, self._beams, 1)
         parts = [of_prompt[..., :1], written, of_prompt[..., 1:]]
         if parents is not None:
-            parts.append(written_places(parents, self._beams, step, shown).to(torch.int32).unsqueeze(1))
+            parts.append(written_places(parents, step, shown).to(torch.int32).unsqueeze(1))
         return torch.cat(parts, -1)
 
 
-def written_places(parents: Tensor, beams: Tensor, step: Tensor, shown: int) -> Tensor:
+def written_places(parents: Tensor, step: Tensor, shown: int) -> Tensor:
     """int64 [batch, beams, shown]: the place among the beams where each new token of a beam's past was written.
 
-    Args:
-        beams: int64 [beams], their numbers.
-        parents, step, shown: see :meth:`Mask.__call__`.
+    A token is written at the place of its beam at that time, which is the parent of the token after it.
+
+    Args: see :meth:`Mask.__call__`.
     """
     is_before = torch.arange(shown, device=parents.device) < step
-    return torch.where(is_before, parents[:, :, 1 : shown + 1], beams[:, None])
+    own = torch.arange(parents.shape[1], device=parents.device)[:, None]
+    return torch.where(is_before, parents[:, :, 1 : shown + 1], own)
 
 
 class Mask:
@@ -100,10 +100,6 @@ class Mask:
         self._zero = torch.zeros((), dtype=dtype, device=device)
         # [batch, 1 or 2, 1, places], the mask of one beam.
         self._of_one = torch.empty(len(prompt), 1, 1, 0, dtype=dtype, device=device)
-
-    def written(self, parents: Tensor, step: Tensor, shown: int) -> Tensor:
-        """See :func:`written_places`."""
-        return written_places(parents, self._beams, step, shown)
 
     def of_one_beam(self, shown: int) -> Tensor:
         """[batch, 1 or 2, 1, prompt + shown]: the mask of the step after `shown` - 1 new tokens. It is a part of one that all steps share.
@@ -140,7 +136,7 @@ class Mask:
         if is_gathered or parents is None:
             is_past = (steps <= step).expand(batch, beams, -1)
         else:
-            is_past = (self.written(parents, step, shown)[..., None] == self._beams) & (steps <= step)[:, None]
+            is_past = (written_places(parents, step, shown)[..., None] == self._beams) & (steps <= step)[:, None]
             # Places of a step are beside each other.
             steps = steps[:, None].expand(-1, beams).flatten()
         seen = torch.cat([self.prompt[:, None].expand(-1, beams, -1), is_past.flatten(2)], 2)

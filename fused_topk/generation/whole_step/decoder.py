@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import MoEModelOutput
 
-from .ancestry import Mask, Table, gathers
+from .ancestry import Mask, Table, gathers, written_places
 from .attention import AttentionCall, reads_tables, watched
 from .cache import Length, Places, SharedPromptLayer, shared_prompt_cache, state_layers
 from .facts import arguments_of, cache_argument, num_layers, takes_positions, vocab_size_of
@@ -274,9 +274,7 @@ class Decoder:
         assert made is not None
         if parents is not None:
             self._follow(parents, step)
-        gathered = None
-        if self._may_gather and parents is not None and isinstance(made, Mask):
-            gathered = made.written(parents, step, shown)
+        gathered = written_places(parents, step, shown) if self.gathers and parents is not None else None
         self._places.begin_step(step, shown, gathered)
         extra = dict(self._of_source)
         if self._source is not None and "cache_position" in self._arguments:

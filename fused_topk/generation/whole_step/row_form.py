@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import MoEModelOutput
 
 from . import attention
+from .ancestry import written_places
 from .cache import Places, SharedPromptLayer, SourceLayer
 from .decoder import Decoder
 from .facts import num_layers
@@ -85,9 +86,7 @@ class RowDecoder(Decoder):
         places.begin_step(step, shown, None)
         steps = torch.arange(shown, device=step.device)
         if parents is not None:
-            # A token is written at the place of its beam at that time, which is the parent of the token after it.
-            own = torch.arange(beams, device=step.device)[:, None]
-            places.past = torch.where(steps < step, parents[:, :, 1 : shown + 1], own)
+            places.past = written_places(parents, step, shown)
         # Unless the step is kept, the host knows the number, and the model gets an int as in transformers' loop.
         places.num_read = places.prompt + (step.squeeze(0) if self._is_kept else shown - 1)
         extra: dict[str, Any] = {}
