@@ -58,7 +58,8 @@ def assert_draws():
 
 
 def states():
-    return torch.cuda.get_rng_state().tolist(), torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
+    is_capturing = torch.cuda.is_current_stream_capturing()
+    return torch.cuda.get_rng_state().tolist(), torch.cuda.current_stream(), is_capturing, gc.isenabled()
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
