@@ -341,3 +341,30 @@ def test_generate_on_a_gpu(cuda, num_beams):
         score_of = {tuple(text): score for text, score in zip(texts, scores) if score > NO_SCORE}
         for score, text in zip(scores, found):
             assert score < NO_SCORE or score_of[tuple(text)] == pytest.approx(score, abs=TOLERANCE)
+
+
+def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(cuda):
+    items = catalogue(random.Random(1), END, most=60)
+    trie = TokenTrie(items, END)
+    texts = torch.tensor([[*item][:2] + [7] * (2 - len(item)) for item in items])
+    nodes = trie.nodes(texts[:, :1])
+    after = trie.step(nodes, texts[:, 1])
+    on_gpu, nodes, tokens = trie.to("cuda"), nodes.cuda(), texts[:, 1].cuda()
+
+    def run():
+        stepped = on_gpu.step(nodes, tokens)
+        return stepped, on_gpu.allowed_mask(stepped, 97)
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        given = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    for stepped, mask in (given, captured):
+        assert torch.equal(stepped.cpu(), after) and torch.equal(mask.cpu(), trie.allowed_mask(after, 97))

@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from decoding import NAMES, Recorder, assert_same_cache, assert_whole, inputs_for, stats, tiny
-from fused_topk.generation import disable, fused_decoding
-from fused_topk.generation.whole_step import graphs, kept
+from fused_topk.generation import disable, enable, fused_decoding
+from fused_topk.generation.whole_step import entry, graphs, kept
 from whole_steps import encoder_decoder, family, source_for
 
 WAYS = {
@@ -237,3 +237,12 @@ def test_generate_on_the_gpu_gives_the_stock_sequences(cuda, name, num_beams):
     finally:
         # The model is shared with tests on the CPU.
         model.to("cpu")
+
+
+def test_graphs_are_dropped(cuda):
+    model, inputs = on_gpu("Llama")
+    enable(model)
+    model.generate(**inputs, num_beams=4, max_new_tokens=8, do_sample=False)
+    assert len(entry._ready.get(model).store._kept) == 1
+    disable(model)
+    assert entry._ready.get(model) is None

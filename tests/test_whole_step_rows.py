@@ -6,9 +6,11 @@ import functools
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoding import PAD, SHAPE_OF_BOTH, TOKENS, assert_whole, inputs_for, one_thread, with_biases  # noqa: F401
 from fused_topk.generation.whole_step import attention, entry
+from fused_topk.generation.whole_step.cache import SourceLayer
 from fused_topk.generation.whole_step.row_form import RowDecoder, decoder_of
 from whole_steps import source_for, swaps
 
@@ -90,3 +92,34 @@ def test_attention_with_a_tensor_that_is_not_read_raises(name):
     attention.plain(None, query, key, key, None, position_ids=torch.zeros(1))
     with pytest.raises(ValueError, match=name):
         attention.plain(None, query, key, key, None, **{name: torch.zeros(4)})
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes of tensors that are made."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self._known = {each.untyped_storage().data_ptr() for each in known}
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in self._known:
+            self._known.add(found.untyped_storage().data_ptr())
+            self.num_bytes += found.untyped_storage().nbytes()
+        return found
+
+
+def test_rows_of_a_source_are_written_without_a_copy():
+    layer = SourceLayer(7, copies=3)
+    for length in (7, 5):
+        keys, values = torch.randn(2, 4, length, 8), torch.randn(2, 4, length, 6)
+        held = [layer.keys, layer.values] if layer.is_initialized else []
+        with Made(keys, values, *held) as made:
+            layer.update(keys, values)
+        for kept, written in ((layer.keys, keys), (layer.values, values)):
+            assert torch.equal(kept[:, :, :length], written.repeat_interleave(3, 0))
+            assert not kept[:, :, length:].any()
+        # The first time the rows themselves. A number that is written is a tensor, too.
+        rows = layer.keys.nbytes + layer.values.nbytes if length == 7 else 0
+        assert rows <= made.num_bytes <= rows + 64
