@@ -20,7 +20,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZE = 48
 # Norms of a layer of the models of whole_steps.py, which have two layers, and one norm behind them.
-NORMS_OF_LAYERS = {"Llama": 2, "Mistral": 2, "Qwen3": 4, "Gemma2": 4, "Olmo2": 4}
+NORMS_OF_LAYERS = {"Llama": 2, "Mistral": 2, "Qwen3": 4, "Gemma2": 4}
 
 
 class Norm(nn.Module):
