@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_topk import backends
 from fused_topk.backends import cpu
 from fused_topk.cuda_runtime import driver
+from fused_topk.operators import full_rows, row_topk
 from fused_topk.problem import FullRowProblem, TopK, TopkProblem
 from fused_topk.rows import LogitRows
 
@@ -111,15 +111,15 @@ def unavailable(rung: Rung, device: torch.device, vocab_size: int, k: int) -> st
 
 def climb(rung: Rung, logits: Tensor, scratch: Scratch) -> None:
     """Runs a rung on contiguous float32 logits (rows, V); k is that of the scratch. Checks nothing."""
-    backend = backends.pick(logits.device, logits.dtype, 1, logits.device.type)
+    device = logits.device
     if rung.name == "package_softmax":
         problem = FullRowProblem(LogitRows(logits), "softmax")
-        backend.prepare_full_rows(problem, logits.device, logits.dtype)(problem.rows, scratch.y)
+        full_rows.PREPARE[device.type](problem, device, logits.dtype)(problem.rows, scratch.y)
     elif rung.name == "package_topk":
         k = scratch.values.shape[-1]
         out = TopK(scratch.values, scratch.indices, scratch.logsumexp)
         of_rows = TopkProblem(LogitRows(logits), k, "softmax", "allowed")
-        backend.prepare_topk(of_rows, logits.device)(of_rows.rows, out)
+        row_topk.PREPARE[device.type](of_rows, device)(of_rows.rows, out)
     elif logits.device.type == "cpu":
         _climb_on_cpu(rung, logits, scratch)
     else:
@@ -135,7 +135,7 @@ def kernel_names() -> list[str]:
 
 def _climb_on_cpu(rung: Rung, logits: Tensor, scratch: Scratch) -> None:
     rows, vocab_size = logits.shape
-    cpu._cpu.ladder(
+    cpu.native.ladder(
         _ON_CPU[rung.name],
         rows,
         vocab_size,

@@ -13,7 +13,7 @@ from torch import Tensor
 from .arguments import check_logits, check_no_tangent, check_same_device, check_tensor, check_vocabulary, is_readable
 from .operators.dispatch import need_dispatcher
 from .problem import result_dtype
-from .rows import LogitRows
+from .rows import LogitRows, RowsLayout
 from .scale import Scale
 
 # The kernels scale by 1 / T in float32. All backends have the limits of the CPU's kernel (csrc/cpu/row_state.h).
@@ -49,14 +49,34 @@ def check_rows(
     return LogitRows(logits, *scale, mask=check_mask(mask, logits), lengths=check_lengths(lengths, logits))
 
 
+def check_layout(layout: RowsLayout) -> LogitRows:
+    """The checked rows of a layout, without memory: what a plan is made of."""
+    rows = check_rows(*layout.given())
+    given, wanted = layout.row_temperature, rows.row_temperature
+    # A backend reads the temperatures in place, so it cannot convert them.
+    if given is not None and wanted is not None and given.dtype is not wanted.dtype:
+        raise TypeError(f"`row_temperature` must be {wanted.dtype}, got {given.dtype}; convert it")
+    return rows
+
+
 def plain_rows(
-    logits: Any, temperature: Any = 1.0, mask: Any = None, lengths: Any = None, out: Sequence[Any] = ()
+    logits: Any,
+    temperature: Any = 1.0,
+    mask: Any = None,
+    lengths: Any = None,
+    out: Sequence[Any] = (),
+    dim: int = -1,
 ) -> LogitRows | None:
     """The rows of a call that needs no dispatcher of torch, by quick checks: the plan of their layout makes all other checks. The
     tensors are as the user gives them, and not broadcast. None if an argument may need more than that; check_rows() then decides.
-    out: tensors that the call writes."""
+    out: tensors that the call writes. dim: the dimension of the vocabulary, which is last in the result."""
     if type(logits) is not Tensor:
         return None
+    if dim != -1:
+        dims = logits.dim()
+        if mask is not None or not -dims <= dim < dims:
+            return None
+        logits = logits.movedim(dim, -1)
     if type(temperature) is float and temperature == 1.0 and mask is None and lengths is None and not out:
         # The plainest call has a path of its own: for a short row, looking at the optional arguments would show.
         return None if need_dispatcher(logits) else tuple.__new__(LogitRows, (logits, 1.0, None, None, None))

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_topk import TopK, TopKLogits
-from fused_topk.backends import cuda, reference
+from fused_topk import TopK, TopKLogits, operators
+from fused_topk.backends import cuda
 from fused_topk.problem import FullRowProblem, TopkProblem
 from fused_topk.rows import LogitRows
 
@@ -61,15 +61,24 @@ def problem_of(
 
 
 def start(backend, problem: TopkProblem, out: TopK, beam_scores: Tensor | None = None, **how) -> None:
-    """Has a backend run a request on the tensors that it names. `how`: what its prepare_topk() takes besides."""
-    run = backend.prepare_topk(problem, _device_of(backend, problem.rows.logits), beam_scores, **how)
+    """Has a backend run a request on the tensors that it names. `how`: what its prepare function takes besides."""
+    run = operators.row_topk.PREPARE[name_of(backend)](
+        problem, _device_of(backend, problem.rows.logits), beam_scores, **how
+    )
     run(problem.rows, out, beam_scores)
 
 
 def start_full_rows(backend, problem: FullRowProblem, out: Tensor, **how) -> None:
     """Likewise."""
-    run = backend.prepare_full_rows(problem, _device_of(backend, problem.rows.logits), out.dtype, **how)
+    run = operators.full_rows.PREPARE[name_of(backend)](
+        problem, _device_of(backend, problem.rows.logits), out.dtype, **how
+    )
     run(problem.rows, out)
+
+
+def name_of(backend) -> str:
+    """The name of a module of fused_topk.backends."""
+    return backend.__name__.rpartition(".")[2]
 
 
 def _device_of(backend, logits: Tensor) -> torch.device:
@@ -86,7 +95,7 @@ def expected(entry: str, logits: Tensor, k: int, **settings) -> TopK:
         torch.empty(*lead, k, dtype=torch.int64, device=logits.device),
         torch.empty(lead, dtype=torch.float64, device=logits.device),
     )
-    reference.row_topk(problem_of(entry, logits, k, **settings), out)
+    operators.row_topk.reference(problem_of(entry, logits, k, **settings), out)
     return out
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_topk import operators
 from fused_topk.problem import RouterProblem, RouterTopK
 from fused_topk.rows import LogitRows
-from oracle import DTYPES
+from oracle import DTYPES, name_of
 from rows import INF, NAN
 
 SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -87,7 +88,7 @@ def empty_result(p: RouterProblem, index_dtype: torch.dtype = torch.int64) -> Ro
 def route(backend: Any, p: RouterProblem, index_dtype: torch.dtype = torch.int64, **how: Any) -> RouterTopK:
     """What a backend makes of it."""
     out = empty_result(p, index_dtype)
-    backend.prepare_router(p, p.rows.logits.device, **how)(p.rows, p.bias, out)
+    operators.routing.PREPARE[name_of(backend)](p, p.rows.logits.device, **how)(p.rows, p.bias, out)
     return out
 
 

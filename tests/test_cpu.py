@@ -320,7 +320,7 @@ class _Counting:
 @pytest.mark.parametrize("entry", ["softmax_topk", "topk", "softmax"])
 def test_cpu_plan_serves_masks_and_temperatures_at_any_address(cpu, entry, monkeypatch):
     counting = _Counting()
-    monkeypatch.setattr(native_cpu, "_cpu", counting)
+    monkeypatch.setattr(native_cpu, "native", counting)
     # No other test has rows of this length, so the plan is a new one.
     logits = random_logits(3, 7919)
     kept = []

@@ -12,7 +12,7 @@ from fused_topk.rows import LogitRows
 from oracle import bits, start_full_rows
 from rows import INF, NAN
 
-INSTRUCTION_SETS = [] if native_cpu.unavailable() else native_cpu._cpu.instruction_sets()
+INSTRUCTION_SETS = [] if native_cpu.unavailable() else native_cpu.native.instruction_sets()
 DTYPES = [torch.float16, torch.bfloat16]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fused_topk
+from fused_topk import operators
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, bits
 from rows import NAN, packed, random_logits, random_mask
@@ -254,7 +255,7 @@ def test_instruction_sets_agree():
 
     if cpu.unavailable() is not None:
         pytest.skip(cpu.unavailable())
-    for name in cpu._cpu.instruction_sets():
+    for name in cpu.native.instruction_sets():
         for vocab_size, k in ((200, 5), (9001, 40)):
             lengths = borders(vocab_size)
             results = []
@@ -262,11 +263,11 @@ def test_instruction_sets_agree():
             for rows in (LogitRows(with_nan, lengths=lengths), LogitRows(hidden)):
                 problem = TopkProblem(rows, k, "log_softmax", "allowed")
                 out = empty_result(problem)
-                cpu.prepare_topk(problem, torch.device("cpu"), None, name)(rows, out)
+                operators.row_topk.prepare_cpu(problem, torch.device("cpu"), None, name)(rows, out)
                 full = torch.empty_like(hidden)
-                cpu.prepare_full_rows(FullRowProblem(rows, "softmax"), torch.device("cpu"), torch.float32, name)(
-                    rows, full
-                )
+                operators.full_rows.prepare_cpu(
+                    FullRowProblem(rows, "softmax"), torch.device("cpu"), torch.float32, name
+                )(rows, full)
                 results.append((out, full))
             (got, of_got), (want, of_want) = results
             assert_same(got, want)

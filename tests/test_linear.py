@@ -27,7 +27,7 @@ from test_tokens import assert_right
 
 pytestmark = pytest.mark.usefixtures("exact_library_products")
 
-INSTRUCTION_SETS = native_cpu._cpu.instruction_sets() if native_cpu.unavailable() is None else ["baseline"]
+INSTRUCTION_SETS = native_cpu.native.instruction_sets() if native_cpu.unavailable() is None else ["baseline"]
 # Rows, the size of a hidden state, vocabulary and k. The native kernel takes the first ones: tiles of each height, depths
 # that fill no vector, or several stretches, and blocks of the vocabulary that are not full.
 SHAPES = [

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fused_topk
-from fused_topk.functional import linear_sampling
 from fused_topk.layout import linear_pieces as layout
+from fused_topk.operators import dispatch
 from fused_topk.rows import LogitRows
 from linear_heads import ALL_DTYPES, exact_head, exact_logits
 from oracle import DTYPES
@@ -159,7 +159,7 @@ def test_scratch_memory(monkeypatch, rows, vocab_size, dtype, settings):
     if "mask" in settings:
         settings = {**settings, "mask": torch.arange(vocab_size) % 3 > 0}
     # Past the dispatcher, which would show the mode the operator alone.
-    monkeypatch.setattr(linear_sampling, "need_dispatcher", lambda *tensors: False)
+    monkeypatch.setattr(dispatch, "_OTHER_THREAD_KEYS", 0)
     with LiveBytes() as live:
         result = fused_topk.linear_sample(hidden, weight, bias, seed=0, **settings)
     results = [result.tokens, result.logprobs, *(result.topk or ())]

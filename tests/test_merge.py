@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fused_topk
 from fused_topk import TopK, TopKState
-from fused_topk.operators.calls import merge_parts
+from fused_topk.operators.merging import merge_parts
 from oracle import DTYPES, VALUES_OF, assert_same, assert_topk, bits, expected
 from rows import INF, NAN, adversarial_rows, packed, random_logits, random_mask
 

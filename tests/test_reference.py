@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_topk import TopK
-from fused_topk.backends import reference
+from fused_topk import TopK, operators
 from oracle import DTYPES, bits, expected, numpy_topk, problem_of
 from rows import adversarial_rows, packed, random_logits, random_mask
 
@@ -103,7 +102,9 @@ def test_reference_beam_topk(normalize, beams):
     if beams > 1:
         scores[1, 0] = -torch.inf
     out = _beam_out(batch, beams, k, torch.float64)
-    reference.beam_topk(problem_of("log_softmax_topk", logits, k, mask=mask, normalize=normalize), scores, out)
+    operators.row_topk.reference_of_beams(
+        problem_of("log_softmax_topk", logits, k, mask=mask, normalize=normalize), scores, out
+    )
     masked = logits.masked_fill(~mask, -torch.inf)
     log_probs = masked - (logits if normalize == "all" else masked).logsumexp(-1, keepdim=True)
     flat = (log_probs + scores.unsqueeze(-1)).flatten(1)
@@ -119,12 +120,12 @@ def test_reference_beam_topk_order_of_equal_values():
     """Equal accumulated values: the smaller beam first, then the order of the row."""
     logits = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [float("nan"), 0.0, 0.0]]])
     out = _beam_out(1, 3, 9)
-    reference.beam_topk(problem_of("log_softmax_topk", logits, 9), torch.zeros(1, 3), out)
+    operators.row_topk.reference_of_beams(problem_of("log_softmax_topk", logits, 9), torch.zeros(1, 3), out)
     assert out.indices.tolist() == [[6, 7, 8, 0, 1, 2, 3, 4, 5]]
     # At -1e4 float32 is so coarse that all of these are one value.
     logits = torch.tensor([[[0.0, 1e-7, 2e-7], [1e-7, 0.0, 0.0]]])
     out = _beam_out(1, 2, 6)
-    reference.beam_topk(problem_of("log_softmax_topk", logits, 6), torch.tensor([[-1e4, -1e4]]), out)
+    operators.row_topk.reference_of_beams(problem_of("log_softmax_topk", logits, 6), torch.tensor([[-1e4, -1e4]]), out)
     assert out.indices.tolist() == [[2, 1, 0, 3, 4, 5]]
 
 

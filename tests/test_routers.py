@@ -65,7 +65,7 @@ TURNS_OF_BITS = [range(150), *(pytest.param(range(i, i + 500), marks=pytest.mark
 @pytest.mark.parametrize("turns", TURNS_OF_BITS, ids=lambda turns: f"from-{turns[0]}")
 def test_bits_are_those_of_the_reference(native, turns):
     """On every instruction set too."""
-    instruction_sets = cpu._cpu.instruction_sets() if native.name == "cpu" else [""]
+    instruction_sets = cpu.native.instruction_sets() if native.name == "cpu" else [""]
     for turn in turns:
         p = random_problem(turn)
         expected = route(reference, p)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fused_topk
 from fused_topk.functional import sampling
-from fused_topk.plans import plan_of_sample
+from fused_topk.operators.sampling import plan_of as plan_of_sample
 from fused_topk.problem import SampleProblem
 from fused_topk.rows import LogitRows
 from rows import INF, NAN, packed, random_logits, random_mask

@@ -14,7 +14,9 @@ import kernel_names
 import ladder_rungs
 from benchmark.devices import read_rows
 from choices import of_topk as alternatives
+from fused_topk import operators
 from fused_topk.backends import cuda as kernels
+from fused_topk.cuda_runtime import driver
 from fused_topk.cuda_runtime.kernel_source import source_folder
 from fused_topk.layout.topk_choice import KernelChoice, choose
 from fused_topk.problem import TopkProblem
@@ -191,7 +193,9 @@ def test_prepared_call_is_the_same_launch(name, monkeypatch):
         with emulated([Array("logits", logits, "input"), *arrays]) as outcomes:
             if is_prepared:
                 like = torch.empty_strided(logits.shape, logits.stride(), device="meta")
-                kernels.prepare_topk(problem._replace(rows=LogitRows(like)), torch.device("cuda", 0))(problem.rows, out)
+                operators.row_topk.prepare_cuda(problem._replace(rows=LogitRows(like)), torch.device("cuda", 0))(
+                    problem.rows, out
+                )
             else:
                 start(kernels, problem, out)
         outcomes[0].check()
@@ -224,7 +228,7 @@ def test_prepared_call_with_mask_and_row_temperature(name, monkeypatch):
     outputs = [Array(key, tensor, "output") for key, tensor in out._asdict().items()]
     inputs = [Array(*each, "input") for each in (("logits", logits), ("mask", mask), ("temperature", temperature))]
     with emulated([*inputs, *outputs]) as outcomes:
-        kernels.prepare_topk(like, torch.device("cuda", 0))(
+        operators.row_topk.prepare_cuda(like, torch.device("cuda", 0))(
             LogitRows(logits, row_temperature=temperature, mask=mask), out
         )
     outcomes[0].check()
@@ -237,10 +241,10 @@ def test_prepared_call_with_mask_and_row_temperature(name, monkeypatch):
 def test_prepared_call_without_rows_launches_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
     monkeypatch.setattr(kernels, "topk_choice", kernels.topk_choice.__wrapped__)
-    monkeypatch.setattr(kernels, "_launch_topk", None)
+    monkeypatch.setattr(driver, "call", None)
     logits = torch.empty(0, 300)
     problem = TopkProblem(LogitRows(logits), 5, "logits", "allowed")
-    kernels.prepare_topk(problem, torch.device("cuda", 0))(problem.rows, empty_result(problem))
+    operators.row_topk.prepare_cuda(problem, torch.device("cuda", 0))(problem.rows, empty_result(problem))
 
 
 # As rows of more than 2^20 elements are cut, with the parts' ends on both sides of a tile's and of the row's.

@@ -15,12 +15,14 @@ from torch import Tensor
 from conftest import Backend
 from contract import Case, calls, functions
 from contract_results import assert_close, call, exact
-from fused_topk import backends, plans
+from fused_topk import backends
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, tickets
+from fused_topk.functional import merging as of_states
 from fused_topk.functional import sampling
 from fused_topk.layout import launch
-from fused_topk.operators import dispatch
+from fused_topk.operators import dispatch, full_rows, merging, results, routing, row_topk
+from fused_topk.operators import sampling as of_draws
 from simt import build
 from simt.emulate import emulated
 from simt.launch import Array
@@ -30,23 +32,13 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 GPU = Backend("cuda", "cpu")
 
 
-class OfCpuTensors:
-    """The CUDA backend, which takes CPU tensors for those of a GPU."""
-
-    def __init__(self, index: int) -> None:
-        self._device = torch.device("cuda", index)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(cuda, name)
-        if not name.startswith("prepare_"):
-            return found
-        return lambda problem, device, *others: found(problem, self._device, *others)
-
-
 @contextmanager
 def as_on_a_gpu(index: int) -> Iterator[None]:
     """Calls of public functions with CPU tensors and backend="cuda" are planned and launched as for that GPU."""
-    gpu = OfCpuTensors(index)
+    gpu = torch.device("cuda", index)
+
+    def of_cpu_tensors(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda problem, device, *others: prepare(problem, gpu, *others)
 
     def about(value: int) -> Callable[[int], int]:
         def of_device(device: int) -> int:
@@ -56,12 +48,14 @@ def as_on_a_gpu(index: int) -> Iterator[None]:
         return of_device
 
     with ExitStack() as stack:
-        for cached in (*vars(plans).values(), sampling._plan):
-            if hasattr(cached, "cache_clear"):
-                stack.callback(cached.cache_clear)
+        for cached in (sampling._plan, of_states._planned):
+            stack.callback(cached.cache_clear)
+        for family in (row_topk, full_rows, merging, routing, of_draws):
+            stack.callback(family.plan.cache_clear)
+            stack.enter_context(mock.patch.dict(family.PREPARE, {"cuda": of_cpu_tensors(family.prepare_cuda)}))
         for module, replaced in (
-            (backends, {"pick": lambda *_: gpu}),
-            (plans, {"_few_like": lambda result: None}),
+            (backends, {"pick": lambda *_: "cuda"}),
+            (row_topk, {"few_like": lambda result: None}),
             (cuda, {"multiprocessors": about(132), "cache_bytes": about(50 << 20)}),
             (driver, {"max_shared_bytes_per_block": about(227 << 10), "architecture_of": about(90)}),
             (torch.Tensor, {"get_device": lambda tensor: index}),
@@ -141,7 +135,8 @@ def test_launches_for_a_gpu_that_is_not_current(name):
     with (
         as_on_a_gpu(1),
         # Nothing is computed, but what is read of a result must be in range.
-        mock.patch.object(plans, "_empty", torch.zeros),
+        mock.patch.object(results, "empty", torch.zeros),
+        mock.patch.object(of_draws, "empty", torch.zeros),
         mock.patch.multiple(driver, **of_driver),
         mock.patch.object(torch.cuda, "device", device),
         mock.patch.object(tickets, "zeroed", zeroed),

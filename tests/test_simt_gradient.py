@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk.backends import cuda, cuda_pieces
+from fused_topk.backends import cuda_pieces
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import linear_backward, linear_pieces
 from fused_topk.problem import LinearProblem, LogitGradientProblem
@@ -284,7 +284,7 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     targets[..., 3] = found.indices[..., 0]
     grads = [torch.randn(shape, generator=generator) for shape in ((*lead, 5), (*lead, 6), lead)]
     monkeypatch.setattr(layout, "in_place_pieces", lambda *sizes: layout.Pieces(*pieces, 1))
-    monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: cuda))
+    monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: "cuda"))
     tensors = {
         **head._asdict(),
         **head.rows._asdict(),

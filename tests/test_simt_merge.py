@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk import TopK, TopKState
-from fused_topk.backends import cuda, reference
+from fused_topk import TopK, TopKState, operators
+from fused_topk.backends import reference
 from fused_topk.problem import MergeProblem
 from fused_topk.scale import Scale
 from oracle import DTYPES, VALUES_OF, assert_topk, expected, problem_of, start
@@ -38,7 +38,7 @@ def run(problem: MergeProblem, **how) -> TopK:
     arrays = [Array(name, x, "input") for name, x in inputs.items() if x is not None]
     arrays += [Array(name, x, "output") for name, x in out._asdict().items()]
     with emulated(arrays, **how) as outcomes:
-        cuda.prepare_merge(problem, torch.device("cuda", 0))(problem, out)
+        operators.merging.prepare_cuda(problem, torch.device("cuda", 0))(problem, out)
     outcomes[0].check()
     return out
 

@@ -260,7 +260,7 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
     monkeypatch.setattr(layout, "accumulated_pieces", lambda *sizes: layout.Pieces(4, 1024, 0))
     monkeypatch.setattr(cuda, "multiprocessors", lambda device: 1)
     # The rest runs on the CPU.
-    monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: cuda))
+    monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: "cuda"))
     launched = []
 
     def accumulate(of_piece, first_token, state, of_targets):
@@ -297,7 +297,7 @@ def test_a_head_with_a_mask_has_its_states_merged(monkeypatch):
     monkeypatch.setattr(layout, "forward_pieces", lambda *sizes: layout.Pieces(3, 1024, 2))
     monkeypatch.setattr(layout, "accumulated_pieces", lambda *sizes: layout.Pieces(4, 1024, 0))
     monkeypatch.setattr(cuda, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: cuda))
+    monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: "cuda"))
     monkeypatch.setattr(cuda_pieces, "accumulate_piece", lambda *launch: None)
     head = linear_pieces.LinearProblem(LogitRows(hidden, mask=mask), weight, None, None, "allowed")
     found = linear_pieces.forward(head, 9, "log_softmax", "cpu", False, True)

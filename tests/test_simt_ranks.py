@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk.backends import cuda, reference
+from fused_topk import operators
+from fused_topk.backends import cuda
 from fused_topk.layout import launch
 from fused_topk.problem import RankProblem
 from fused_topk.rows import LogitRows
@@ -34,14 +35,14 @@ def run(problem: RankProblem, blocks: int = 0, **how) -> Tensor:
         mock.patch.object(cuda, "multiprocessors", lambda device: 132),
         mock.patch.object(launch, "ranking_blocks", lambda *_: blocks) if blocks else mock.MagicMock(),
     ):
-        cuda.target_ranks(problem, out)
+        operators.ranks.on_cuda(problem, out)
     outcomes[0].check()
     return out
 
 
 def check(problem: RankProblem, blocks: int = 0, **how) -> None:
     want = torch.empty_like(problem.targets)
-    reference.target_ranks(problem, want)
+    operators.ranks.reference(problem, want)
     torch.testing.assert_close(run(problem, blocks, **how), want, rtol=0, atol=0)
 
 

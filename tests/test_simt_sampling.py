@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk.backends import cuda, philox, reference
+from fused_topk import operators
+from fused_topk.backends import cuda, philox
 from fused_topk.layout import launch
 from fused_topk.problem import Kept, Sample, SampleProblem, TopK, TopkProblem
 from fused_topk.rows import LogitRows
@@ -45,7 +46,7 @@ def prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[Log
         count, dtype = len(rows.logits), rows.logits.dtype
         # Zeros: the machine takes them for inputs of the launch.
         out = TopK(torch.zeros(count, k, dtype=dtype), torch.zeros(count, k, dtype=torch.int64), torch.zeros(2, count))
-        reference.row_topk(TopkProblem(rows, k, "state", "allowed"), out)
+        operators.row_topk.reference(TopkProblem(rows, k, "state", "allowed"), out)
         return out
 
     return run
@@ -113,14 +114,14 @@ def draw(
         return min(length(*arguments), longest or len(logits[0]))
 
     with (
-        mock.patch.object(cuda, "_prepare_list", prepare_list),
+        mock.patch.object(operators.sampling, "_prepare_list", prepare_list),
         mock.patch.object(cuda, "multiprocessors", lambda device: 132),
         mock.patch.object(launch, "summing_blocks", lambda *_: blocks),
         mock.patch.object(launch, "searching_blocks", lambda *_: blocks),
         mock.patch.object(launch, "sample_list_length", short),
         emulated(arrays, **how) as outcomes,
     ):
-        cuda.prepare_sample(problem, logits.device)(problem, out)
+        operators.sampling.prepare_cuda(problem, logits.device)(problem, out)
     outcomes[0].check()
     return out
 
@@ -269,7 +270,7 @@ def test_the_best_are_returned_too():
     logits = rows_of(300)
     logits[1, 7] = NAN
     expected = TopK(torch.empty(10, 4), torch.empty(10, 4, dtype=torch.int64), torch.empty(10))
-    reference.row_topk(TopkProblem(LogitRows(logits), 4, "log_softmax", "allowed"), expected)
+    operators.row_topk.reference(TopkProblem(LogitRows(logits), 4, "log_softmax", "allowed"), expected)
     for blocks in (1, 2):
         got = draw(logits, SETTINGS["top_p"], logprobs=4, blocks=blocks).topk
         assert torch.equal(got.indices, expected.indices)

@@ -274,7 +274,7 @@ def test_instruction_sets_agree(cpu):
     for dtype, vocab_size in itertools.product(DTYPES.values(), (1, 7, 16, 17, 250, 256, 257, 4999)):
         logits = torch.stack(list(adversarial_rows(vocab_size, 1, dtype).values()))
         for values in ENTRIES:
-            for name in backend._cpu.instruction_sets():
+            for name in backend.native.instruction_sets():
 
                 def run(entry, logits, values=values, name=name):
                     is_sum = values == "logsumexp"

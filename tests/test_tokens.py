@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import fused_topk
-from fused_topk import TokenLogprobs
+from fused_topk import TokenLogprobs, operators
 from fused_topk.backends import cpu as native_cpu
-from fused_topk.backends import reference
 from fused_topk.problem import RankProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same
@@ -130,10 +129,10 @@ def test_every_instruction_set(cpu, dtype, vocab_size):
         for counts_ties in (True, False):
             problem = RankProblem(given, targets, counts_ties)
             want = torch.empty_like(targets)
-            reference.target_ranks(problem, want)
-            for instruction_set in native_cpu._cpu.instruction_sets():
+            operators.ranks.reference(problem, want)
+            for instruction_set in native_cpu.native.instruction_sets():
                 got = torch.empty_like(targets)
-                native_cpu.target_ranks(problem, got, instruction_set)
+                operators.ranks.on_cpu(problem, got, instruction_set)
                 assert torch.equal(got, want)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fused_topk
+from fused_topk import operators
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, tickets
 from fused_topk.layout import launch
@@ -30,7 +31,7 @@ PATIENCE = 60
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSED_TOPK_CACHE_DIR", str(tmp_path / "kernels"))
-    caches = (cuda.topk_choice, cuda.full_row_choice, cuda.cache_bytes)
+    caches = (cuda.topk_choice, operators.full_rows.choice_on, cuda.cache_bytes)
     for cache in caches:
         cache.cache_clear()
     yield StandInGpus(monkeypatch)
@@ -80,7 +81,7 @@ def test_draws(gpus, shape, dtype):
         with recorded() as names:
             rows = LogitRows(torch.zeros(shape, dtype=dtype), mask=mask)
             problem = SampleProblem(rows, *filters, 0, None, 0, None, 1, 0, False, noise=noise)
-            cuda.prepare_sample(problem, rows.logits.device)(problem, out)
+            operators.sampling.prepare_cuda(problem, rows.logits.device)(problem, out)
         return set(names)
 
     of_rows, mask, noise = torch.full(shape[:1], 40), torch.ones(shape, dtype=torch.bool), torch.ones(shape)
@@ -135,7 +136,7 @@ def test_ranks(gpus, function):
     fused_topk.warm_up(shape, 1025, **options, ranks=True)
     logits, tokens = torch.zeros(shape, dtype=torch.float16), torch.zeros(3, 1, dtype=torch.int64)
     with recorded() as names, mock.patch.object(cuda, "multiprocessors", lambda device: 132):
-        cuda.target_ranks(RankProblem(LogitRows(logits), tokens, True), torch.empty_like(tokens))
+        operators.ranks.on_cuda(RankProblem(LogitRows(logits), tokens, True), torch.empty_like(tokens))
     assert compiled(gpus) - plain == set(names)
 
 

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
 from ..layout.router_launch import MOST_CHOSEN, MOST_EXPERTS
 from ..layout.topk_choice import MAX_K
 from ..rows import DTYPES, named
 from . import cpu, cuda, reference
-from .protocol import Backend as Backend
 
-_BACKENDS: dict[str, Backend] = {"cuda": cuda, "cpu": cpu, "reference": reference}
+_BACKENDS: dict[str, ModuleType] = {"cuda": cuda, "cpu": cpu, "reference": reference}
 NAMES = tuple(_BACKENDS)
 
 
@@ -21,14 +22,15 @@ def available(device: torch.device | None = None) -> dict[str, str | None]:
     return {name: backend.unavailable(device) for name, backend in _BACKENDS.items()}
 
 
-def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None) -> Backend:
-    """The backend that serves logits of that dtype on that device, and that `k`. An error where the requested one does not."""
+def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None) -> str:
+    """The name of the backend that serves logits of that dtype on that device, and that `k`. An error where the requested one does
+    not."""
     if requested is None:
         backend = _BACKENDS.get(device.type)
         works = backend is not None and backend.supports(dtype, k) and backend.unavailable(device) is None
-        return backend if backend is not None and works else reference
+        return device.type if works else "reference"
     if requested == "reference":
-        return reference
+        return requested
     backend = _BACKENDS[requested]
     if device.type != requested:
         raise ValueError(
@@ -45,16 +47,16 @@ def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None
             f"`backend`={requested!r} takes {named(dtypes, 'and')} logits{limit}, got {dtype}{given}; "
             "leave backend=None to fall back to torch operations"
         )
-    return backend
+    return requested
 
 
-def pick_router(device: torch.device, dtype: torch.dtype, experts: int, k: int, requested: str | None) -> Backend:
+def pick_router(device: torch.device, dtype: torch.dtype, experts: int, k: int, requested: str | None) -> str:
     """The backend that routes rows of so many experts to k of them. Errors as those of pick()."""
     backend = pick(device, dtype, 1, requested)
-    if backend is reference or (experts <= MOST_EXPERTS and k <= MOST_CHOSEN):
+    if backend == "reference" or (experts <= MOST_EXPERTS and k <= MOST_CHOSEN):
         return backend
     if requested is None:
-        return reference
+        return "reference"
     raise ValueError(
         f"`backend`={requested!r} takes at most {MOST_EXPERTS} experts and k <= {MOST_CHOSEN}, got {experts} and k={k}; "
         "leave backend=None to fall back to torch operations"

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..problem import Sample, SampleProblem
 from ..scale import Scale
 from . import philox
-from .reference_rows import gather, ranking, working_dtype
+from .reference import gather, ranking, working_dtype
 
 
 def draw(problem: SampleProblem, out: Sample) -> None:

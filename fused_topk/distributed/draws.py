@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends import philox
-from ..operators import calls
+from ..operators import merging, row_topk
 from ..problem import Kept, Sample, result_dtype
 from ..rows import LogitRows
 from ..scale import Scale
@@ -92,7 +92,7 @@ class _Blocks(NamedTuple):
                 own = None if mask is None else mask[:, part].view(shape)
                 of_row = temperature.expand(-1, x.shape[1]).to(result_dtype(logits.dtype))
                 rows_of_part = LogitRows(x, row_temperature=of_row, mask=own)
-                state = calls.row_topk(rows_of_part, 1, "state", "allowed", columns.backend)
+                state = row_topk.row_topk(rows_of_part, 1, "state", "allowed", columns.backend)
                 states.append(state.logsumexp.double())
         if not states:
             none = torch.full((rows, 1), -torch.inf, dtype=torch.float64, device=logits.device)
@@ -131,7 +131,7 @@ class Exchanged:
         self._columns, self._blocks, self._temperature = columns, blocks, temperature
         parts, backend = call.parts, columns.backend
         listed = k if call.vocab_size is None else min(k, call.vocab_size)
-        values, self._ids, normalizer = calls.merge_parts(*parts, listed, 1.0, None, "state", "allowed", backend)
+        values, self._ids, normalizer = merging.merge_parts(*parts, listed, 1.0, None, "state", "allowed", backend)
         # The best tokens of each row (rows, n), best first; and the model's own m and d.
         self._ranked = values.double()
         self._m, self._d = normalizer.double().unsqueeze(-1).unbind(0)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..arguments import check_beam_scores, check_dim, check_k, check_logits, check_result_dtype, check_vocabulary
-from ..operators import calls
+from ..operators import full_rows as of_full_rows
+from ..operators import row_topk
 from ..problem import TopK, result_dtype
 from ..row_arguments import check_mask, check_rows, check_temperature
 from ..rows import unpacked
@@ -40,7 +41,7 @@ def row(
     check_k(k, logits.shape[-1])
     if local.group is None:
         rows = check_rows(local.logits, local.temperature, local.mask)
-        result = calls.row_topk(rows, k, values, normalize, backend)
+        result = row_topk.row_topk(rows, k, values, normalize, backend)
     else:
         result = functions.row(
             values, local.logits, k, local.temperature, local.mask, None, normalize, backend, local.group
@@ -69,7 +70,7 @@ def beams(
     check_k(k, logits.shape[1] * logits.shape[-1], "beams times the vocabulary size")
     if local.group is None:
         rows = check_rows(local.logits, local.temperature, local.mask)
-        result = calls.beam_topk(rows, scores, k, normalize, backend)
+        result = row_topk.beam_topk(rows, scores, k, normalize, backend)
     else:
         result = functions.beam_topk(
             local.logits,
@@ -102,7 +103,7 @@ def full_rows(
     if local.group is not None:
         result = of_columns.full_rows(values, rows, out_dtype, backend, local.group)
     else:
-        result = calls.full_rows(rows, values, out_dtype, backend)
+        result = of_full_rows.full_rows(rows, values, out_dtype, backend)
     if values == "logsumexp":
         return local.whole(result, tuple(logits.shape[:-1]))
     return local.whole(result, tuple(logits.shape), local.placements)

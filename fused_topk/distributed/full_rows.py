@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..operators import calls
+from ..operators import merging
 from ..problem import result_dtype
 from ..rows import LogitRows
 from ..scale import Scale
@@ -31,9 +31,9 @@ def full_rows(
         rows = rows.with_logits(local_logits.detach())
     call = gather_states(rows, 1, "allowed", backend, group)
     if values == "logsumexp":
-        whole: Tensor = calls.merge_parts(*call.parts, 1, *call.scale, "softmax", "allowed", backend)[2]
+        whole: Tensor = merging.merge_parts(*call.parts, 1, *call.scale, "softmax", "allowed", backend)[2]
         return whole
-    _, _, normalizer = calls.merge_parts(*call.parts, 1, *call.scale, "state", "allowed", backend)
+    _, _, normalizer = merging.merge_parts(*call.parts, 1, *call.scale, "state", "allowed", backend)
     result: Tensor = _OfColumns.apply(  # type: ignore[no-untyped-call]
         local_logits, normalizer, call.scale, values, dtype, group, rows.uncounted()
     )

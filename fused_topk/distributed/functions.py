@@ -18,7 +18,7 @@ from ..arguments import (
     check_logits,
     check_normalize,
 )
-from ..operators import calls
+from ..operators import merging, row_topk
 from ..problem import TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows
 from ..rows import LogitRows
@@ -160,7 +160,7 @@ def beam_topk(
     call = gather_states(rows, k, normalize, backend, group, of_row=beams)
     parts, vocab_size = call.parts, call.vocab_size
     k_of_beam = k if vocab_size is None else min(k, vocab_size)
-    of_beam = calls.merge_parts(*parts, k_of_beam, *call.scale, "log_softmax", normalize, backend)
+    of_beam = merging.merge_parts(*parts, k_of_beam, *call.scale, "log_softmax", normalize, backend)
     scores = beam_scores.to(of_beam.values.dtype).unsqueeze(-1)
     accumulated = (of_beam.values + scores).flatten(1)
     ranked = accumulated.detach()
@@ -173,7 +173,7 @@ def beam_topk(
         ranked = ranked.clamp(min=torch.finfo(ranked.dtype).min).masked_fill(is_void.flatten(1), -torch.inf)
         tokens = tokens.masked_fill(is_void, _NO_TOKEN)
     # Of equal scores the one that is earlier in the lists comes first: the smaller beam, and within a beam the row's order.
-    best = calls.row_topk(LogitRows(ranked), k, "logits", "allowed", backend).indices
+    best = row_topk.row_topk(LogitRows(ranked), k, "logits", "allowed", backend).indices
     return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), of_beam.logsumexp)
 
 
@@ -192,7 +192,7 @@ def row(
     check_normalize(normalize)
     rows = check_rows(local_logits, temperature, mask, lengths, may_be_empty=True)
     call = gather_states(rows, k, normalize, backend, group)
-    return calls.merge_parts(*call.parts, k, *call.scale, values, normalize, backend)
+    return merging.merge_parts(*call.parts, k, *call.scale, values, normalize, backend)
 
 
 class Gathered(NamedTuple):
@@ -325,7 +325,7 @@ def write_state(rows: LogitRows, held: int, normalize: str, backend: str | None,
         normalizer[1].zero_()
         return
     written = TopK(best[..., :held], indices[..., :held], normalizer)
-    calls.row_topk_into(rows, held, "state", normalize, backend, written)
+    row_topk.row_topk_into(rows, held, "state", normalize, backend, written)
 
 
 def _with_own(parts: Parts, rank: int, own: TopK) -> Parts:

@@ -28,8 +28,7 @@ from ..arguments import (
 from ..functional import autocast
 from ..functional.tokens import check_tokens
 from ..gone import refuse
-from ..operators import calls, linear
-from ..operators.dispatch import need_dispatcher
+from ..operators import linear, merging
 from ..operators.gradients import save_rows, saved_rows
 from ..problem import LinearProblem, TokenLogprobs, TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows
@@ -37,8 +36,6 @@ from ..rows import ROWS_FIELDS, LogitRows
 from .collective import group_of
 from .functions import exchange_state, padded
 
-_linear_topk = torch.ops.fused_topk.linear_topk.default
-_linear_topk_backward = torch.ops.fused_topk.linear_topk_backward.default
 _NO_TOKEN = -1
 
 
@@ -268,8 +265,8 @@ class _Head(torch.autograd.Function):
         head = LinearProblem(rows, weight, bias, own_targets, normalize)
         state, own_logits = _state(head, k, backend)
         parts, logits = exchange_state(state, length, normalize, group, own_logits)
-        best, indices, logsumexp = calls.merge_parts(*parts, k, *rows.scale(), values, normalize, backend)
-        normalizer = calls.merge_parts(*parts, 1, *rows.scale(), "state", normalize, backend)[2]
+        best, indices, logsumexp = merging.merge_parts(*parts, k, *rows.scale(), values, normalize, backend)
+        normalizer = merging.merge_parts(*parts, 1, *rows.scale(), "state", normalize, backend)[2]
         ends = parts.lengths.cumsum(0)
         logprobs = hidden.new_empty(0, dtype=result_dtype(hidden.dtype))
         if targets is not None and logits is not None:
@@ -308,8 +305,7 @@ class _Head(torch.autograd.Function):
         head = (*rows, weight, bias, targets, normalize)
         state = normalizer.movedim(0, -1).contiguous()
         if weight.shape[0]:
-            run: Any = _linear_topk_backward if need_dispatcher(hidden, weight, bias) else linear.linear_topk_backward
-            found = run(*head, own, state, chosen, of_targets, grad_normalizer, backend, wanted)
+            found = linear.linear_topk_backward(*head, own, state, chosen, of_targets, grad_normalizer, backend, wanted)
         else:
             # Contiguous, as the gradients of the other processes are: a sum over processes adds elements by their places in memory.
             found = tuple(
@@ -330,10 +326,8 @@ def _state(head: LinearProblem, k: int, backend: str | None) -> tuple[TopK, Tens
     own_logits = None
     if held:
         rows, weight, bias, targets, normalize = head
-        needs_torch = need_dispatcher(*rows.tensors(), weight, bias, targets)
-        run: Any = _linear_topk if needs_torch else linear.linear_topk
         call = (*rows, weight, bias, targets, normalize)
-        logits, indices, _, of_targets, _, normalizer = run(*call, held, "state", backend, None, True)
+        logits, indices, _, of_targets, _, normalizer = linear.linear_topk(*call, held, "state", backend, None, True)
         if head.targets is not None:
             own_logits = of_targets.to(hidden.dtype)
     else:

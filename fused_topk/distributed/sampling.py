@@ -23,7 +23,7 @@ from ..backends.reference_sampling import column
 from ..functional import sampling as of_rows
 from ..gone import refuse
 from ..layout.topk_choice import MAX_K
-from ..operators import calls
+from ..operators import merging
 from ..problem import Sample, TopK
 from ..row_arguments import GREATEST_TEMPERATURE, LEAST_TEMPERATURE, check_row_numbers, check_rows
 from ..rows import LogitRows
@@ -134,7 +134,7 @@ def sample(
         drawn = _gathered(columns, found, parameters, seeds, wanted)
     if topk:
         check_k(topk, found.vocab_size or topk, "the whole vocabulary", "topk")
-        best = calls.merge_parts(*found.call.parts, topk, 1.0, None, "log_softmax", "allowed", backend)
+        best = merging.merge_parts(*found.call.parts, topk, 1.0, None, "log_softmax", "allowed", backend)
         drawn = drawn._replace(topk=TopK(*best))
     return of_rows.shaped(drawn, lead)
 

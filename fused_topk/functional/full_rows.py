@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_backend, check_dim, check_logits, check_result_dtype, check_whole_rows, is_distributed
-from ..operators import calls
-from ..plans import full_row_plan
+from ..operators.full_rows import full_rows, plan
 from ..problem import result_dtype
 from ..row_arguments import check_rows, plain_rows, vocabulary_last
 
@@ -146,15 +145,15 @@ def _values(
 ) -> Tensor:
     if (
         type(dim) is int
-        and dim == -1
         and mask is None
         and (backend is None or type(backend) is str)
         and (dtype is None or type(dtype) is torch.dtype)
     ):
-        rows = plain_rows(logits, temperature, lengths=lengths)
+        rows = plain_rows(logits, temperature, lengths=lengths, dim=dim)
         if rows is not None:
             check_backend(backend)
-            return full_row_plan(logits.device, rows.layout(), values, dtype, backend).run(rows)
+            result = plan(logits.device, rows.layout(), values, dtype, backend).run(rows)
+            return result if dim == -1 or values == "logsumexp" else result.movedim(-1, dim)
     check_backend(backend)
     if is_distributed(logits):
         # Imported here: plain tensors need no torch.distributed.
@@ -168,5 +167,5 @@ def _values(
     last = logits if dim == dims - 1 else logits.movedim(dim, -1)
     rows = check_rows(last, temperature, vocabulary_last(mask, dim, dims), lengths)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
-    result = calls.full_rows(rows, values, out_dtype, backend)
+    result = full_rows(rows, values, out_dtype, backend)
     return result if rows.logits is logits or values == "logsumexp" else result.movedim(-1, dim)

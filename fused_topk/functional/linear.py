@@ -20,15 +20,13 @@ from ..arguments import (
     logits_of_head,
 )
 from ..gone import refuse
-from ..operators import linear, linear_pieces, transforms
-from ..operators.dispatch import transform_is_active, way_of_call
+from ..operators import linear, linear_pieces
+from ..operators.dispatch import transform_is_active
 from ..problem import TokenLogprobs, TopK, TopKLogits
 from ..row_arguments import check_rows
 from ..rows import LogitRows
 from . import autocast
 from .tokens import check_ties, check_tokens
-
-_linear_topk = torch.ops.fused_topk.linear_topk.default
 
 
 def linear_softmax_topk(
@@ -275,10 +273,7 @@ def _linear(
         check_tokens(tokens, logits_of_head(hidden, weight))
         if tokens.dim() < hidden.dim():
             tokens = tokens.unsqueeze(-1)
-    run = way_of_call(
-        linear.linear_topk, _linear_topk, transforms.LinearTopk.apply, *rows.tensors(), weight, bias, tokens
-    )
     learned = (hidden, weight) if bias is None else (hidden, weight, bias)
     keeps_state = transform_is_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in learned))
-    found = run(*rows, weight, bias, tokens, normalize, k, values, backend, ties, keeps_state)
+    found = linear.linear_topk(*rows, weight, bias, tokens, normalize, k, values, backend, ties, keeps_state)
     return linear_pieces.LinearResult(*found)

@@ -11,11 +11,8 @@ from torch import Tensor
 from ..arguments import check_head, check_hidden, check_no_transform, logits_of_head
 from ..gone import refuse
 from ..operators import linear_sampling
-from ..operators.dispatch import need_dispatcher
 from ..problem import Sample, SampleProblem
 from . import autocast, sampling
-
-_linear_sample = torch.ops.fused_topk.linear_sample.default
 
 
 def linear_sample(
@@ -102,8 +99,6 @@ def linear_sample(
     problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, topk, logprobs == "kept", kept)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     _, *parameters, _, _ = problem
-    if need_dispatcher(*rows.tensors(), weight, bias, *[x for x in parameters if isinstance(x, Tensor)]):
-        result = sampling.from_operator(_linear_sample(*rows, weight, bias, *parameters, backend), topk, kept)
-    else:
-        result = linear_sampling.draw(problem, weight, bias, backend)
+    found = linear_sampling.linear_sample(*rows, weight, bias, *parameters, backend)
+    result = sampling.from_operator(found, topk, kept)
     return result if hidden.dim() == 2 else sampling.shaped(result, hidden.shape[:-1])

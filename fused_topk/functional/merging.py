@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,9 +21,14 @@ from ..arguments import (
     check_tensor,
 )
 from ..gone import refuse
-from ..operators import calls
-from ..problem import TopK, TopKState, result_dtype
-from ..row_arguments import check_rows, check_temperature
+from ..operators.dispatch import need_dispatcher
+from ..operators.merging import Plan, merge_parts, plan
+from ..operators.row_topk import plan as plan_of_rows
+from ..operators.row_topk import row_topk
+from ..problem import MergeProblem, TopK, TopKState, result_dtype
+from ..row_arguments import check_rows, check_temperature, plain_rows
+from ..rows import Like, like
+from ..scale import Scale
 
 _KINDS = ("softmax", "log_softmax", "logits")
 _NO_TOKEN = -1
@@ -68,15 +74,21 @@ def topk_state(
         The candidates, their order, ties, NaN, waiting and determinism are those of :func:`topk`. The logits are copied
         bit for bit. The logits, m and d are differentiable.
     """
-    rows = check_rows(logits, temperature, mask, lengths)
+    rows = plain_rows(logits, temperature, mask, lengths)
+    is_plain = rows is not None and logits.dim() > 0
+    if rows is None or not is_plain:
+        rows = check_rows(logits, temperature, mask, lengths)
     # A part that is shorter than k keeps all its tokens.
     check_k(k, 2**63 - 1)
     k = min(k, logits.shape[-1])
     check_start(start)
     check_normalize(normalize)
     check_backend(backend)
-    best, indices, normalizer = calls.row_topk(rows, k, "state", normalize, backend)
-    return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
+    if is_plain:
+        best = plan_of_rows(logits.device, rows.layout(), int(k), "state", normalize, backend).run(rows)
+    else:
+        best = row_topk(rows, k, "state", normalize, backend)
+    return _state(best, start)
 
 
 def merge_states(
@@ -113,8 +125,7 @@ def merge_states(
         -inf fill up the list.
         Differentiable with respect to the parts' logits, m and d.
     """
-    best, indices, normalizer = _merge(parts, k, temperature, "state", "allowed", backend)
-    return TopKState(best, indices, normalizer.select(0, 0), normalizer.select(0, 1))
+    return _state(_merge(parts, k, temperature, "state", "allowed", backend))
 
 
 def merge_topk(
@@ -157,7 +168,14 @@ def merge_topk(
     if gone:
         refuse("merge_topk", gone)
     check_choice("kind", kind, _KINDS)
-    return TopK(*_merge(parts, k, temperature, kind, normalize, backend))
+    return _merge(parts, k, temperature, kind, normalize, backend)
+
+
+def _state(best: TopK, start: int = 0) -> TopKState:
+    """A result that has m and d in place of the logsumexp, of a part that begins at a token."""
+    logits, indices, normalizer = best
+    # Not unbind(), whose results autograd lets nobody change in place.
+    return TopKState(logits, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
 
 
 def _merge(
@@ -167,7 +185,52 @@ def _merge(
     values: str,
     normalize: str,
     backend: str | None,
-) -> Any:
+) -> TopK:
+    check_normalize(normalize)
+    check_backend(backend)
+    if _are_plain(parts, temperature, k):
+        layouts = tuple(tuple(map(like, part)) for part in parts)
+        request, planned = _planned(parts[0].m.device, layouts, k, temperature, values, normalize, backend)
+        return planned.run(MergeProblem(*_stacked(parts), None, *request))  # type: ignore[arg-type]
+    k, scale = _check(parts, k, temperature, values)
+    logits, indices, m, d = _stacked(parts)
+    return merge_parts(logits, indices, m, d, None, k, *scale, values, normalize, backend)
+
+
+def _are_plain(parts: Any, temperature: Any, k: Any) -> bool:
+    """Whether the checks of a call depend on the layouts of its tensors alone, and were perhaps made before."""
+    if type(parts) not in (list, tuple) or not parts or type(temperature) is not float or type(k) is not int:
+        return False
+    if any(type(part) is not TopKState for part in parts):
+        return False
+    tensors = [tensor for part in parts for tensor in part]
+    if any(type(tensor) is not Tensor for tensor in tensors) or need_dispatcher(*tensors):
+        return False
+    device = tensors[0].device
+    return all(tensor.device == device for tensor in tensors)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _planned(
+    device: torch.device,
+    layouts: tuple[tuple[Like, ...], ...],
+    k: int,
+    temperature: float,
+    values: str,
+    normalize: str,
+    backend: str | None,
+) -> tuple[tuple[int, Scale, str, str], Plan]:
+    """Checks and plans a call whose parts have these layouts, once for all such calls. Returns the fields k to normalize of
+    :class:`MergeProblem`, too."""
+    parts = [TopKState(*(each.meta() for each in layout)) for layout in layouts]
+    k, scale = _check(parts, k, temperature, values)
+    request = k, scale, values, normalize
+    stacked = MergeProblem(*_stacked(parts), None, *request)  # type: ignore[arg-type]
+    return request, plan(device, backend, *(like(x) if isinstance(x, Tensor) else x for x in stacked.flat()))
+
+
+def _check(parts: Any, k: Any, temperature: Any, values: str) -> tuple[int, Scale]:
+    """Checks a call. Returns how many candidates it keeps, and the scale."""
     if isinstance(parts, (Tensor, TopKState)) or not isinstance(parts, Sequence):
         raise TypeError(
             f"`parts` must be a sequence of TopKState, got {type(parts).__name__}; wrap a single one in a list"
@@ -182,15 +245,8 @@ def _merge(
         k = min(k, held)
     else:
         check_k(k, held, "the candidates of all parts")
-    check_normalize(normalize)
-    check_backend(backend)
-    first = parts[0]
-    scale = check_temperature(temperature, first.logits, result_dtype(first.logits.dtype))
-    width = max(part.indices.shape[-1] for part in parts)
-    logits = _stacked([part.logits for part in parts], width, -torch.inf)
-    indices = _stacked([part.indices for part in parts], width, _NO_TOKEN)
-    m, d = torch.stack([part.m for part in parts]), torch.stack([part.d for part in parts])
-    return calls.merge_parts(logits, indices, m, d, None, k, *scale, values, normalize, backend)
+    logits = parts[0].logits
+    return int(k), check_temperature(temperature, logits, result_dtype(logits.dtype))
 
 
 def _check_part(name: str, part: Any, first: TopKState) -> None:
@@ -230,11 +286,17 @@ def _check_part(name: str, part: Any, first: TopKState) -> None:
             )
 
 
-def _stacked(tensors: list[Tensor], width: int, filler: float) -> Tensor:
-    """The tensors of all parts as one, (parts, ..., width); short lists end with `filler`."""
-    return torch.stack(
-        [
-            x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=filler)
-            for x in tensors
-        ]
+def _stacked(parts: Sequence[TopKState]) -> tuple[Tensor, ...]:
+    """The fields of all parts, one tensor each: (parts, ..., width) or (parts, ...). Short lists end with entries that are no
+    candidates."""
+    width = max(part.indices.shape[-1] for part in parts)
+    fillers = (-torch.inf, _NO_TOKEN, None, None)
+    return tuple(
+        torch.stack([x if filler is None else _padded(x, width, filler) for x in of_parts])
+        for of_parts, filler in zip(zip(*parts, strict=True), fillers, strict=True)
     )
+
+
+def _padded(x: Tensor, width: int, filler: float) -> Tensor:
+    missing = width - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing), value=filler) if missing else x

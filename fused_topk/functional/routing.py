@@ -13,9 +13,10 @@ from torch import Tensor
 from .. import backends
 from ..arguments import check_backend, check_dim, check_logits
 from ..gone import refuse
-from ..operators import calls
 from ..operators.dispatch import need_dispatcher
-from ..plans import router_plan, router_result
+from ..operators.routing import Result, plan
+from ..operators.routing import router_topk as routed
+from ..operators.routing import router_topk_into as routed_into
 from ..problem import RouterTopK, result_dtype
 from ..router_arguments import INDEX_DTYPES, check_bias, check_router
 from ..row_arguments import check_rows, plain_rows, vocabulary_last
@@ -126,13 +127,13 @@ def router_topk(
             if out is not None:
                 index_dtype = _index_dtype_of(out)
             asked = (*request, scale)
-            plan = router_plan(logits.device, rows.layout(), like_given(bias), asked, index_dtype, backend)
+            planned = plan(logits.device, rows.layout(), like_given(bias), asked, index_dtype, backend)
             if out is None:
-                return plan.run(rows, bias)
+                return planned.run(rows, bias)
             written = RouterTopK(*out)
-            if not is_plain_out(written, plan.result, rows, bias):
-                check_out(written, plan.result, rows, RouterTopK._fields, bias)
-            plan.run_into(written, rows, bias)
+            if not is_plain_out(written, planned.result, rows, bias):
+                check_out(written, planned.result, rows, RouterTopK._fields, bias)
+            planned.run_into(written, rows, bias)
             have_changed(written)
             return written
     check_logits(logits)
@@ -149,9 +150,9 @@ def router_topk(
     check_backend(backend)
     asked = (*request, float(scale))
     if out is None:
-        result = calls.router_topk(rows, bias, asked, index_dtype, backend)
+        result = routed(rows, bias, asked, index_dtype, backend)
         return RouterTopK(*(x.movedim(-1, dim) for x in result)) if moved else result
-    expected = list(router_result(logits, k, index_dtype))
+    expected = list(Result.of(logits, k, index_dtype))
     if moved:
         shape = list(logits.shape[:-1])
         shape.insert(dim, k)
@@ -159,7 +160,7 @@ def router_topk(
     check_out(out, expected, rows, RouterTopK._fields, bias)
     written = RouterTopK(*out)
     last = RouterTopK(*(x.movedim(dim, -1) for x in written)) if moved else written
-    if not calls.router_topk_into(rows, bias, asked, backend, last):
+    if not routed_into(rows, bias, asked, backend, last):
         have_changed(written)
     return written
 

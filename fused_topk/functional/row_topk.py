@@ -21,8 +21,8 @@ from ..arguments import (
     is_distributed,
 )
 from ..gone import refuse
-from ..operators import calls
-from ..plans import TopkPlan, row_result, topk_plan
+from ..operators.results import row_result
+from ..operators.row_topk import Plan, plan, row_topk, row_topk_into
 from ..problem import TopK, TopKLogits
 from ..row_arguments import check_rows, plain_rows, vocabulary_last
 from ..rows import LogitRows
@@ -200,15 +200,17 @@ def _row(
     if (
         type(k) is int
         and type(dim) is int
-        and dim == -1
         and type(normalize) is str
         and backend in _BACKENDS
-        and (out is None or _may_be_plain(out, values))
+        and (out is None or (dim == -1 and _may_be_plain(out, values)))
     ):
-        rows = plain_rows(logits, temperature, mask, lengths, out or ())
+        rows = plain_rows(logits, temperature, mask, lengths, out or (), dim)
         if rows is not None:
-            plan = topk_plan(logits.device, rows.layout(), k, values, normalize, backend)
-            return plan.run(rows) if out is None else _written(plan, rows, out)
+            planned = plan(logits.device, rows.layout(), k, values, normalize, backend)
+            if out is not None:
+                return _written(planned, rows, out)
+            best = planned.run(rows)
+            return best if dim == -1 else _with_dim(best, dim)
     check_normalize(normalize)
     check_backend(backend)
     if is_distributed(logits):
@@ -226,8 +228,8 @@ def _row(
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, logits.shape[-1])
     if out is None:
-        best = calls.row_topk(rows, k, values, normalize, backend)
-        return TopK(best.values.movedim(-1, dim), best.indices.movedim(-1, dim), best.logsumexp) if moved else best
+        best = row_topk(rows, k, values, normalize, backend)
+        return _with_dim(best, dim) if moved else best
 
     fields = _fields(values)
     expected = list(row_result(logits, k, values))[: len(fields)]
@@ -241,9 +243,14 @@ def _row(
     last = (
         TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
     )
-    if not calls.row_topk_into(rows, k, values, normalize, backend, last):
+    if not row_topk_into(rows, k, values, normalize, backend, last):
         have_changed(written)
     return written
+
+
+def _with_dim(best: TopK, dim: int) -> TopK:
+    """The result with the k best along a dimension."""
+    return TopK(best.values.movedim(-1, dim), best.indices.movedim(-1, dim), best.logsumexp)
 
 
 def _fields(values: str) -> tuple[str, ...]:
@@ -257,16 +264,16 @@ def _may_be_plain(out: Any, values: str) -> bool:
     return type(out[0]) is type(out[1]) is type(out[-1]) is Tensor
 
 
-def _written(plan: TopkPlan, rows: LogitRows, out: tuple[Tensor, ...]) -> TopK:
+def _written(planned: Plan, rows: LogitRows, out: tuple[Tensor, ...]) -> TopK:
     """Runs a plan into `out`, once it is checked."""
     # Of topk() there is no logsumexp.
     written = out if type(out) is TopK else _new(TopK, out if len(out) == 3 else (*out, _NO_LOGSUMEXP))
-    if not is_plain_out(out, plan.result, rows):
-        check_out(out, plan.result[: len(out)], rows, TopK._fields[: len(out)])
+    if not is_plain_out(out, planned.result, rows):
+        check_out(out, planned.result[: len(out)], rows, TopK._fields[: len(out)])
     elif written.indices.dtype is torch.int64:
-        plan.start(rows, written)
+        planned.start(rows, written)
         have_changed(out)
         return written
-    plan.run_into(written, rows)
+    planned.run_into(written, rows)
     have_changed(out)
     return written

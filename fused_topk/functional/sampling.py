@@ -37,14 +37,13 @@ from ..arguments import (
     check_tensor,
 )
 from ..gone import refuse
-from ..operators import calls, sampling
+from ..operators import sampling
 from ..operators.dispatch import need_dispatcher
-from ..plans import SamplePlan, sample_plan
+from ..operators.ranks import target_ranks
 from ..problem import Kept, Sample, SampleProblem, TopK, changed
 from ..row_arguments import check_row_numbers, check_rows
 from ..rows import Like, LogitRows
 
-_sample = torch.ops.fused_topk.sample.default
 # A parameter as (the number of all rows, None), or (a number that is not used, the number of each row).
 _Of = tuple[Any, Tensor | None]
 # top_k, top_p and min_p in this form.
@@ -183,10 +182,7 @@ def sample(
     problem = SampleProblem(rows, *filters, *names, num_samples, topk, logprobs == "kept", kept, 0, of_noise)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     _, *parameters, _, _ = problem
-    if need_dispatcher(*rows.tensors(), of_noise, *[x for x in parameters if isinstance(x, Tensor)]):
-        result = from_operator(_sample(*rows, of_noise, *parameters, backend), topk, kept)
-    else:
-        result = sampling.draw(problem, backend)
+    result = from_operator(sampling.sample(*rows, of_noise, *parameters, backend), topk, kept)
     if ranks:
         result = _with_ranks(result, rows, backend)
     return result if logits.dim() == 2 else shaped(result, lead)
@@ -240,7 +236,7 @@ class _Plan(NamedTuple):
 
     rows: LogitRows
     filters: _Filters
-    prepared: SamplePlan
+    prepared: sampling.Plan
 
 
 # Typed, because top_k=2.0 is an error, though 2.0 == 2.
@@ -262,7 +258,7 @@ def _plan(
     rows, filters = check_parameters(logits, device.type, (temperature, top_k, top_p, min_p), None, None, *request)
     rows, (num_samples, topk, logprobs, kept, backend) = rows.flat(), request
     wanted = num_samples, topk, logprobs == "kept", kept
-    return _Plan(rows, filters, sample_plan(device, backend, rows.layout(), *filters, *wanted))
+    return _Plan(rows, filters, sampling.plan(device, backend, rows.layout(), *filters, *wanted))
 
 
 _NUMBERS = (float, int)
@@ -367,7 +363,7 @@ def _with_ranks(result: Sample, rows: LogitRows, backend: str | None) -> Sample:
     """Adds the ranks of the drawn tokens."""
     # torch.compile traces no _replace() of a named tuple in torch 2.11, and no slice of one in torch 2.6.
     tokens, logprobs, topk, kept, _ = result
-    return Sample(tokens, logprobs, topk, kept, calls.target_ranks(rows, tokens, True, backend))
+    return Sample(tokens, logprobs, topk, kept, target_ranks(rows, tokens, True, backend))
 
 
 def is_zero(value: Any) -> bool:

@@ -18,7 +18,8 @@ from ..arguments import (
     check_tensor,
     is_readable,
 )
-from ..operators import calls
+from ..operators.ranks import target_ranks
+from ..operators.row_topk import row_topk
 from ..problem import TokenLogprobs
 from ..row_arguments import check_rows
 from ..rows import LogitRows
@@ -85,9 +86,9 @@ def token_logprobs(
     check_list("k", k, logits.shape[-1])
     check_tokens(tokens, logits)
     of_row = tokens if tokens.dim() == logits.dim() else tokens.unsqueeze(-1)
-    best = calls.row_topk(rows, k or 1, "log_softmax", normalize, backend)
+    best = row_topk(rows, k or 1, "log_softmax", normalize, backend)
     logprobs = _logprobs(rows, of_row, best.values[..., :1], best.indices[..., :1])
-    counted = calls.target_ranks(rows, of_row, ties == "last", backend) if ranks else None
+    counted = target_ranks(rows, of_row, ties == "last", backend) if ranks else None
     if of_row is not tokens:
         logprobs, counted = logprobs.squeeze(-1), None if counted is None else counted.squeeze(-1)
     return TokenLogprobs(logprobs, best.logsumexp, counted, best if k else None)

@@ -21,10 +21,10 @@ from ..arguments import (
     check_normalize,
     check_vocabulary,
 )
-from ..backends import cuda
 from ..cuda_runtime import driver
 from ..gone import refuse
 from ..layout import full_row_launch, launch, router_launch
+from ..operators import full_rows, row_topk
 from ..problem import TopkProblem
 from ..rows import DTYPES, LogitRows, named
 
@@ -131,9 +131,9 @@ class _Calls(NamedTuple):
             yield from self._of_topk(name, shape, dtype)
         elif name == "router_topk":
             # One kernel for each scoring, whatever k is.
-            if rows and backends.pick_router(self.gpu, dtype, vocab_size, 1, None) is cuda:
+            if rows and backends.pick_router(self.gpu, dtype, vocab_size, 1, None) == "cuda":
                 yield from (router_launch.kernel_name(dtype, vocab_size, scoring) for scoring in router_launch.SCORINGS)
-        elif (not rows and name not in _MERGES) or backends.pick(self.gpu, dtype, 1, None) is not cuda:
+        elif (not rows and name not in _MERGES) or backends.pick(self.gpu, dtype, 1, None) != "cuda":
             return
         elif name in _MERGES:
             # One kernel for few candidates and one for many, whatever the shape.
@@ -146,9 +146,9 @@ class _Calls(NamedTuple):
             if self.ranks:
                 yield launch.rank_kernel(dtype)
         else:
-            yield cuda.full_row_kernel(vocab_size, dtype, self.gpu.index)
+            yield full_rows.kernel_on(self.gpu.index, vocab_size, dtype)
             if self.lengths:
-                choice = cuda.full_row_choice(self.gpu.index, vocab_size, dtype.itemsize)
+                choice = full_rows.choice_on(self.gpu.index, vocab_size, dtype.itemsize)
                 yield full_row_launch.kernel_name(choice, dtype, dtype, is_aligned=False)
 
     def _of_topk(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
@@ -162,18 +162,18 @@ class _Calls(NamedTuple):
             # The state of a row that is shorter than k keeps all its tokens.
             k = min(k, shape[-1]) if name == "topk_state" else k
             check_k(k, shape[-1] * (shape[1] if has_beams else 1))
-            if 0 not in shape and backends.pick(self.gpu, dtype, k, None) is cuda:
+            if 0 not in shape and backends.pick(self.gpu, dtype, k, None) == "cuda":
                 # Calls of topk() have no `normalize`.
                 normalize = "allowed" if name == "topk" else self.normalize
                 problem = TopkProblem(read, k, _TOPK_VALUES[name], normalize)
-                yield cuda.topk_kernel(problem, self.gpu.index, scores)
+                yield row_topk.kernel_on(problem, self.gpu.index, scores)
 
     def _of_draws(self, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[str]:
         """The kernels that draw, and those of the lists that they draw from."""
         yield from (launch.sample_kernel(dtype, *which) for which in ((True, False), (True, True), (False, False)))
         for top_k, read in product([0, *self.ks], self._rows(shape, dtype)):
             length = launch.sample_list_length(shape[-1], top_k)
-            yield cuda.topk_kernel(TopkProblem(read, length, "state", "allowed"), self.gpu.index)
+            yield row_topk.kernel_on(TopkProblem(read, length, "state", "allowed"), self.gpu.index)
         if self.ranks:
             yield launch.rank_kernel(dtype)
 

@@ -9,23 +9,16 @@ import torch
 from torch import Tensor
 
 from ..backends import cuda_attention
-from ..tracing import is_traced_by_dynamo
-from .dispatch import library, register
-
-library.define(
-    "step_attention(Tensor query, Tensor key, Tensor value, Tensor table, float scale, float cap, int window, Tensor? sinks) -> Tensor"
-)
-
-
-def step_attention(*arguments: Any) -> Tensor:
-    """:func:`cuda_attention.step_attention`, of which torch.compile sees one operation. `arguments`: the operator's, in its order."""
-    run = torch.ops.fused_topk.step_attention if is_traced_by_dynamo() else cuda_attention.step_attention
-    found: Tensor = run(*arguments)
-    return found
+from .operator import Operator
 
 
 def _fake(query: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-register("step_attention", cuda_attention.step_attention, _fake)
+# :func:`cuda_attention.step_attention`, of which torch.compile sees one operation.
+step_attention = Operator(
+    "step_attention(Tensor query, Tensor key, Tensor value, Tensor table, float scale, float cap, int window, Tensor? sinks) -> Tensor",
+    cuda_attention.step_attention,
+    _fake,
+)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library that the operators are in, and which calls torch's dispatcher must see."""
+"""Which calls torch's dispatcher must see."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,25 +13,8 @@ from torch.autograd import forward_ad
 
 from ..tracing import is_traced, is_traced_by_dynamo
 
-library = torch.library.Library("fused_topk", "DEF")
-
-
-def register(
-    name: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any] = lambda *arguments: None,
-    setup_context: Callable[..., None] | None = None,
-    backward: Callable[..., Any] | None = None,
-) -> None:
-    """Implements a defined operator: how it is computed, what it returns for fake tensors, and its gradient."""
-    library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fused_topk::{name}", fake, lib=library)
-    if backward is not None:
-        torch.library.register_autograd(f"fused_topk::{name}", backward, setup_context=setup_context, lib=library)
-
-
-# A private function of torch. Without it the Functions of transforms.py take every call except those that torch.compile traces.
-# They are right for every call, only slower.
+# A private function of torch. Without it operators take every call except those that torch.compile traces as one
+# under a transform. That is right for every call, only slower.
 _are_transforms_active: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: not is_traced()
 )
@@ -88,11 +70,17 @@ def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
     return False
 
 
-def way_of_call(
-    direct: Callable[..., Any], operator: Callable[..., Any], transform: Callable[..., Any], *tensors: Tensor | None
-) -> Callable[..., Any]:
-    """The shortest way of a call with these tensors, the logits first: the implementation itself, the operator, or the Function
-    that transforms of torch.func see."""
-    if transform_is_active():
-        return transform
-    return operator if need_dispatcher(*tensors) else direct  # type: ignore[arg-type]
+def is_seen_by_torch(*tensors: Tensor) -> bool:
+    """Whether something of torch but autograd must see a call with these tensors: a tracer, a mode, a subclass and the like."""
+    return (
+        not _sees_keys
+        or is_traced_by_dynamo()
+        or forward_ad._current_level >= 0
+        or bool(_keys_of_thread().raw_repr() & _OTHER_THREAD_KEYS)
+        or any(_keys_of_tensor(tensor).raw_repr() & _OTHER_TENSOR_KEYS for tensor in tensors)
+    )
+
+
+def wants_gradient(*tensors: Tensor) -> bool:
+    """Whether autograd must see the call."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

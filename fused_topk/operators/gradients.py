@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of the operators, in closed form: for torch.library's autograd and for the Functions of transforms.py.
+"""What the gradients of all operators share, and those of top-k and of beams, in closed form.
 
 With p the softmax of the row, the gradient of logsumexp is p / T, and that of the log-probability of token j is
 (1[i = j] - p_i) / T. p is computed anew rather than as exp(x / T - logsumexp), which would lose the digits that a large
 common offset takes.
-
-Of full rows, for the gradient g: (g - sum(g p)) p / T of softmax, (g - p sum(g)) / T of log_softmax and g p / T of
-logsumexp. Like torch's, the first two take p from the result that was returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..problem import TopK, result_dtype
+from ..problem import TopK
 from ..rows import ROWS_FIELDS, LogitRows, unflattened
 
 
@@ -134,31 +130,3 @@ def beam_backward(
     grad_scores = of_beam.sum(-1).to(ctx.scores_dtype)
     gradient = _row_gradient(rows, ctx.normalize, tokens, of_beam, grad_logsumexp)
     return for_inputs(gradient, grad_scores, count=4)
-
-
-def full_rows_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, (ctx.values, _, ctx.backend) = unflattened(inputs)
-    ctx.logits_dtype = rows.logits.dtype
-    # softmax and log_softmax take p from the result.
-    save_rows(ctx, rows if ctx.values == "logsumexp" else rows._replace(logits=output))
-
-
-def full_rows_backward(ctx: Any, gradient: Tensor, run: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
-    """Gradient with respect to the logits; `run` is the operator as the caller of the gradient calls it."""
-    rows, _ = saved_rows(ctx)
-    dtype = result_dtype(ctx.logits_dtype)
-    g, hidden = gradient.to(dtype), rows.uncounted()
-    # The value of a hidden token is the constant 0 or -inf.
-    if hidden is not None and ctx.values != "logsumexp":
-        g = g.masked_fill(hidden, 0.0)
-    if ctx.values == "logsumexp":
-        of_scaled = g.unsqueeze(-1) * run(*rows, "softmax", dtype, ctx.backend)
-    elif ctx.values == "softmax":
-        p = rows.logits.to(dtype)
-        g_p = g * p
-        of_scaled = g_p - p * g_p.sum(-1, keepdim=True)
-    else:
-        of_scaled = g - rows.logits.to(dtype).exp() * g.sum(-1, keepdim=True)
-    if hidden is not None:
-        of_scaled = of_scaled.masked_fill(hidden, 0.0)
-    return for_inputs(rows.scale().back(of_scaled).to(ctx.logits_dtype), count=3)

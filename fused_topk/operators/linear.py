@@ -11,7 +11,7 @@ their tokens; dz / T goes on to hidden (dz W), weight (dz^T h) and bias.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,19 +20,10 @@ from torch import Tensor
 from ..problem import LinearProblem
 from ..rows import ROWS_FIELDS, ROWS_SCHEMA, unflattened
 from . import linear_backward, linear_pieces
-from .dispatch import library, register
 from .gradients import for_inputs, of_counted, save_rows, saved_rows
+from .operator import Operator, mapped, take_turns
 
-# The fields of LinearProblem, with the hidden states in the place of the logits.
 _HEAD = f"{ROWS_SCHEMA}, Tensor weight, Tensor? bias, Tensor? targets, str normalize"
-library.define(
-    f"linear_topk({_HEAD}, SymInt k, str values, str? backend, str? ties, bool keeps_state)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-library.define(
-    f"linear_topk_backward({_HEAD}, Tensor indices, Tensor state, Tensor grad_chosen, Tensor? grad_target, "
-    "Tensor grad_normalizer, str? backend, bool[] wanted) -> (Tensor, Tensor, Tensor)"
-)
 
 
 def _head_of(arguments: Sequence[Any]) -> tuple[LinearProblem, list[Any]]:
@@ -41,24 +32,24 @@ def _head_of(arguments: Sequence[Any]) -> tuple[LinearProblem, list[Any]]:
     return LinearProblem(rows, weight, bias, targets, normalize), rest
 
 
-def linear_topk(*arguments: Any) -> linear_pieces.LinearResult:
+def _run(*arguments: Any) -> linear_pieces.LinearResult:
     """Computes the operator. `arguments`: the operator's, in its order."""
     head, rest = _head_of(arguments)
     return linear_pieces.forward(head, *rest)
 
 
-def _fake_linear_topk(*arguments: Any) -> linear_pieces.LinearResult:
+def _fake(*arguments: Any) -> linear_pieces.LinearResult:
     head, (k, values, _, ties, keeps_state) = _head_of(arguments)
     return linear_pieces.empty_result(head.hidden, k, values, head.targets, ties is not None, keeps_state)
 
 
-def linear_topk_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradient's operator. `arguments`: that operator's, in its order."""
     head, rest = _head_of(arguments)
     return linear_backward.backward(head, *rest)
 
 
-def _fake_linear_topk_backward(*arguments: Any) -> tuple[Tensor, ...]:
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     head, (*_, wanted) = _head_of(arguments)
     hidden, weight, bias = head.hidden, head.weight, head.bias
     return tuple(
@@ -67,7 +58,7 @@ def _fake_linear_topk_backward(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     head, (_, ctx.values, ctx.backend, *_) = _head_of(inputs)
     ctx.normalize = head.normalize
     values, indices, _, _, ranks, state = output
@@ -75,12 +66,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     save_rows(ctx, head.rows, head.weight, head.bias, head.targets, values, indices, state)
 
 
-def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-    return backward_by(torch.ops.fused_topk.linear_topk_backward.default, ctx, *gradients)
-
-
-def backward_by(run: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-    """`run`: linear_topk_backward as the caller of the gradient calls it."""
+def _backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
     grad_values, _, grad_logsumexp, grad_logprobs, _, _ = gradients
     rows, (weight, bias, targets, values, indices, state) = saved_rows(ctx)
     if not state.numel() and rows.logits.numel():
@@ -104,17 +90,46 @@ def backward_by(run: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Ten
     weight_place = ROWS_FIELDS
     wanted = [bool(ctx.needs_input_grad[i]) for i in (0, weight_place, weight_place + 1)]
     head = (*rows, weight, bias, targets, ctx.normalize)
-    found = run(*head, indices, state, grad_chosen, grad_target, grad_normalizer, ctx.backend, wanted)
+    found = linear_topk_backward(*head, indices, state, grad_chosen, grad_target, grad_normalizer, ctx.backend, wanted)
     of_hidden, of_weight, of_bias = (x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True))
     return for_inputs(of_hidden, of_weight, of_bias, count=9)
 
 
-def no_second_gradient(ctx: Any, *gradients: Tensor) -> None:
+def _no_second_gradient(ctx: Any, *gradients: Tensor) -> None:
     raise RuntimeError(
         "the gradient of linear_topk must not be differentiated again, got create_graph=True; use "
         "torch.nn.functional.linear and softmax_topk, which keep the logits"
     )
 
 
-register("linear_topk", linear_topk, _fake_linear_topk, setup_context, backward)
-register("linear_topk_backward", linear_topk_backward, _fake_linear_topk_backward, backward=no_second_gradient)
+def _map_heads(run: Any, info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    """Each weight or bias that vmap maps over is a head of its own."""
+    weight, bias, targets = range(ROWS_FIELDS, ROWS_FIELDS + 3)
+    if in_dims[weight] is not None or in_dims[bias] is not None:
+        return take_turns(run, info, in_dims, *arguments)
+    of_rows = mapped(info, in_dims, arguments)
+    of_rows[weight], of_rows[bias] = arguments[weight], arguments[bias]
+    # An empty tensor in the place of a result that nobody asked for is not mapped.
+    has_targets, (values, _, ties, keeps_state) = arguments[targets] is not None, arguments[-4:]
+    is_mapped = (True, True, values != "logits", has_targets, ties is not None, keeps_state)
+    return run(*of_rows), tuple(0 if x else None for x in is_mapped)
+
+
+# The arguments of both are the fields of LinearProblem, with the hidden states in the place of the logits, then their own.
+linear_topk = Operator(
+    f"linear_topk({_HEAD}, SymInt k, str values, str? backend, str? ties, bool keeps_state)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+    _setup_context,
+    _backward,
+    _map_heads,
+)
+linear_topk_backward = Operator(
+    f"linear_topk_backward({_HEAD}, Tensor indices, Tensor state, Tensor grad_chosen, Tensor? grad_target, "
+    "Tensor grad_normalizer, str? backend, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+    backward=_no_second_gradient,
+    map_over=take_turns,
+)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import cuda, cuda_pieces
+from ..backends import cuda_pieces
 from ..layout import linear_pieces as layout
 from ..problem import LinearProblem, LogitGradientProblem, result_dtype
 from ..rows import some_rows
@@ -88,7 +88,7 @@ def backward(
     if rows == 0:
         return of_hidden, of_weight, of_bias
     dtype, itemsize = result_dtype(hidden.dtype), hidden.element_size()
-    has_kernel = backends.pick(hidden.device, hidden.dtype, 1, backend) is cuda
+    has_kernel = backends.pick(hidden.device, hidden.dtype, 1, backend) == "cuda"
     if has_kernel:
         listed = indices.shape[-1] + (0 if head.targets is None else head.targets.shape[-1])
         pieces = layout.in_place_pieces(rows, vocab_size, depth, itemsize, listed, wanted[2], head.rows.hides())

@@ -14,14 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import backends, plans
+from .. import backends
 from ..backends import cpu as native
-from ..backends import cuda, cuda_pieces, reference
+from ..backends import cuda, cuda_pieces
 from ..layout import linear_pieces
 from ..problem import LinearProblem, TopK, result_dtype
 from ..rows import LogitRows, RowsBlock, some_rows
 from ..scale import Scale
 from . import merging, row_topk
+from .results import row_result
 
 # The memory that the reference takes for a logit: float64 copies, integers to sort by, and their order.
 _REFERENCE_LOGIT_BYTES = 64
@@ -92,7 +93,7 @@ def forward(
         return out
     itemsize = head.hidden.element_size()
     if (
-        chosen is native
+        chosen == "cpu"
         and head.targets is None
         and linear_pieces.is_for_the_native_kernel(rows, k)
         and native.multiplies(head.hidden, head.weight, head.bias)
@@ -107,7 +108,7 @@ def forward(
     flat = LinearResult(*(x.reshape(-1, *x.shape[lead:]) if x.numel() else x for x in out))
     logit_bytes = itemsize + (_RANK_BYTES if has_ranks else 0) + head.rows.hides()
     row_bytes = 0 if head.targets is None else head.targets.shape[-1] * _TARGET_BYTES
-    if chosen is reference:
+    if chosen == "reference":
         logit_bytes += _REFERENCE_LOGIT_BYTES
     vocab_size = len(head.weight)
     pieces = linear_pieces.forward_pieces(
@@ -115,7 +116,7 @@ def forward(
     )
     # The kernel counts the ranks of one target a row, as places in the order.
     counts_ranks = not has_ranks or (ties == "index" and head.targets is not None and head.targets.shape[-1] == 1)
-    if chosen is cuda and counts_ranks and not head.rows.hides() and pieces.tokens < vocab_size:
+    if chosen == "cuda" and counts_ranks and not head.rows.hides() and pieces.tokens < vocab_size:
         count = cuda.multiprocessors(head.hidden.get_device())
         copied = _COPIED_BYTES * has_ranks
         accumulated = linear_pieces.accumulated_pieces(rows, vocab_size, k, itemsize, row_bytes, copied, count)
@@ -126,7 +127,7 @@ def forward(
             logits = product(block.hidden, head, 0, vocab_size, buffer)
             best = TopK(flat.values[block.part], flat.indices[block.part], flat.logsumexp[block.part])
             of_block = block.of.of_tokens(logits, 0, vocab_size)
-            row_topk.row_topk_out(*of_block, k, values, head.normalize, backend, *best)
+            row_topk.run_into(*of_block, k, values, head.normalize, backend, *best)
         else:
             _forward_block(head, block, pieces, k, values, backend, ties, buffer, flat)
     return out
@@ -147,13 +148,13 @@ def _forward_block(
     target = None if block.targets is None else _Targets(head, block, ties, is_whole=pieces.tokens >= vocab_size)
     are_merged = pieces.states > 0
     # row_result() uses the leading dimensions and the dtype alone, which the hidden states share with the logits.
-    states = [] if are_merged else [plans.row_result(block.hidden, k, "state").empty(block.hidden.device)]
+    states = [] if are_merged else [row_result(block.hidden, k, "state").empty(block.hidden.device)]
     for start in range(0, vocab_size, pieces.tokens):
         end = min(start + pieces.tokens, vocab_size)
         logits = product(block.hidden, head, start, end, buffer, 0 if are_merged else pieces.tokens)
         rows = block.of.of_tokens(logits, start, end)
         if are_merged:
-            states.append(row_topk.row_topk(*rows, min(k, end - start), "state", normalize, backend))
+            states.append(row_topk.run(*rows, min(k, end - start), "state", normalize, backend))
             states[-1].indices.add_(start)
         else:
             of_targets = None if target is None else target.tensors
@@ -193,7 +194,7 @@ def _merged(
     m, d = normalizer.unbind(1)
     k = min(k, len(states) * indices.shape[-1])
     over = "topk" if normalize == "topk" else "all"
-    return merging.merge_parts(logits, indices, m, d, None, k, *scale, values, over, backend)
+    return merging.run(logits, indices, m, d, None, k, *scale, values, over, backend)
 
 
 def _stacked(states: Sequence[TopK]) -> tuple[Tensor, Tensor, Tensor]:

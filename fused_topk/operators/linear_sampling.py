@@ -17,16 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import backends, plans
-from ..backends import reference
+from .. import backends
 from ..layout import launch
 from ..layout import linear_pieces as layout
 from ..problem import LinearProblem, Sample, SampleProblem, changed
 from ..rows import ROWS_SCHEMA, unflattened
 from . import linear_pieces, sampling
-from .dispatch import library, register
-
-library.define(f"linear_sample({ROWS_SCHEMA}, Tensor weight, Tensor? bias, {sampling.SCHEMA}")
+from .operator import Operator
 
 # The memory that the reference takes for a logit, and for a random number: float64 and int64 tensors, of which up to 80 and 150
 # bytes are there at once.
@@ -40,14 +37,14 @@ _LISTS = 3
 _NUMBERS = ("row_top_k", "row_top_p", "row_min_p", "row_seed", "row_counter")
 
 
-def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: str | None) -> Sample:
+def _draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: str | None) -> Sample:
     """Draws into new tensors, of (R, num_samples) and (R, topk). The request has the hidden states (..., H) in the place of
     the logits, and a mask of (..., V) or (..., words)."""
     hidden = request.rows.logits
     head = LinearProblem(request.rows, weight, bias, None, "allowed")
     rows, vocab_size = head.row_count, len(weight)
     chosen = backends.pick(hidden.device, hidden.dtype, max(request.topk, 1), backend)
-    out = plans.sample_result(request)
+    out = sampling.empty_result(request)
     if not rows:
         return out
     itemsize = hidden.element_size()
@@ -55,10 +52,10 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
     listed = max(min(vocab_size, launch.LONGEST_LIST), request.topk)
     # Of a row: the scratch of a search; its list, a copy of it and scratch; and its hidden states, which may be a copy.
     row_bytes = launch.SEARCHING_ROW_BYTES + _LISTS * listed * (itemsize + _INDEX_BYTES) + hidden.shape[-1] * itemsize
-    if chosen is reference:
+    if chosen == "reference":
         logit_bytes += _REFERENCE_LOGIT_BYTES
         row_bytes += _REFERENCE_DRAW_BYTES * request.num_samples
-    other_bytes = _BLOCK_BYTES if hidden.is_cuda and chosen is not reference else 0
+    other_bytes = _BLOCK_BYTES if hidden.is_cuda and chosen != "reference" else 0
     size = layout.whole_rows(rows, vocab_size, logit_bytes, row_bytes, other_bytes)
     buffer = hidden.new_empty(size * vocab_size)
     for block in linear_pieces.blocks(head, size):
@@ -67,18 +64,18 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
         numbers: Any = {name: x[part] for name in _NUMBERS if (x := getattr(request, name)) is not None}
         rows_of_block = block.of.of_tokens(logits, 0, vocab_size)
         of_block = request._replace(rows=rows_of_block, first_row=part.start, **numbers)
-        plans.plan_of_sample(of_block, backend).start(of_block, changed(out, operator.itemgetter(part)))
+        sampling.plan_of(of_block, backend).start(of_block, changed(out, operator.itemgetter(part)))
     return out
 
 
-def linear_sample(*arguments: Any) -> tuple[Tensor, ...]:
+def _run(*arguments: Any) -> tuple[Tensor, ...]:
     rows, (weight, bias, *parameters, backend) = unflattened(arguments)
-    return sampling.flat(draw(SampleProblem(rows, *parameters), weight, bias, backend))
+    return sampling.flat(_draw(SampleProblem(rows, *parameters), weight, bias, backend))
 
 
-def _fake_linear_sample(*arguments: Any) -> tuple[Tensor, ...]:
+def _fake(*arguments: Any) -> tuple[Tensor, ...]:
     rows, (_, _, *parameters, _) = unflattened(arguments)
-    return sampling.flat(plans.sample_result(SampleProblem(rows, *parameters)))
+    return sampling.flat(sampling.empty_result(SampleProblem(rows, *parameters)))
 
 
-register("linear_sample", linear_sample, _fake_linear_sample)
+linear_sample = Operator(f"linear_sample({ROWS_SCHEMA}, Tensor weight, Tensor? bias, {sampling.SCHEMA}", _run, _fake)

@@ -1,34 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator of ranks, `target_ranks`: the ranks of given tokens in their rows. It has no gradient."""
+"""The ranks of given tokens in their rows: the operator `target_ranks`, and each backend's code. It has no gradient."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from ..problem import RankProblem
-from ..rows import ROWS_SCHEMA, unflattened
-from .dispatch import library, register
+from ..backends import cpu, cuda
+from ..backends.reference import order_keys
+from ..cuda_runtime import driver, tickets
+from ..layout import launch, topk_launch
+from ..layout.kernel_arguments import TargetRanks, address
+from ..layout.topk_launch import Launch
+from ..problem import RankProblem, TopK, TopkProblem
+from ..rows import ROWS_SCHEMA, LogitRows, RowsLayout, unflattened
+from .operator import Operator, map_one
 
-library.define(f"target_ranks({ROWS_SCHEMA}, Tensor targets, bool counts_ties, str? backend) -> Tensor")
+
+def reference(problem: RankProblem, out: Tensor) -> None:
+    """The number of tokens that are not behind a target, in torch operations. Targets are counted one after another, so
+    that memory does not grow with their number."""
+    rows, targets, counts_ties = problem
+    keys, places = order_keys(rows.counted()), torch.arange(rows.logits.shape[-1], device=targets.device)
+    for i in range(targets.shape[-1]):
+        target = targets[..., i : i + 1]
+        token = target.clamp(0, rows.logits.shape[-1] - 1)
+        key = keys.gather(-1, token)
+        counts = keys >= key if counts_ties else (keys > key) | ((keys == key) & (places <= token))
+        out[..., i].copy_(counts.sum(-1).where(target.squeeze(-1) >= 0, 0))
 
 
-def target_ranks(*arguments: Any) -> Tensor:
-    """Computes the operator. `arguments`: the operator's, in its order."""
+def on_cpu(problem: RankProblem, out: Tensor, instruction_set: str = "") -> None:
+    """instruction_set: one of cpu.instruction_sets() instead of the best, for tests."""
+    rows, targets, counts_ties = problem
+    cpu.native.target_ranks(
+        cpu.layout_of(rows, instruction_set),
+        cpu.addresses_of(rows),
+        targets.data_ptr(),
+        targets.shape[-1],
+        counts_ties,
+        out.data_ptr(),
+        cpu.num_threads(),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _launch_of(layout: RowsLayout) -> Launch | None:
+    """The launch for such rows. Only its struct is used, which says what is read."""
+    of_rows = TopkProblem(layout.meta(), 1, "logits", "allowed")
+    return topk_launch.plan(of_rows, is_aligned=False, choice=launch.RANK_CHOICE)
+
+
+def on_cuda(problem: RankProblem, out: Tensor) -> None:
+    rows, targets, counts_ties = problem
+    logits, index = rows.logits, rows.logits.get_device()
+    planned = _launch_of(rows.layout())
+    if planned is None or not cuda.has_adjacent(logits) or logits.data_ptr() % logits.element_size():
+        on_cuda(problem._replace(rows=cuda.copied(rows)), out)
+        return
+    count = targets.numel()
+    launch.check_row_count(count)
+    blocks = launch.ranking_blocks(count, logits.shape[-1], cuda.multiprocessors(index))
+    is_shared = blocks > 1
+    counts = torch.empty(count * blocks, dtype=torch.int32, device=logits.device) if is_shared else None
+    wanted = TargetRanks(
+        targets=targets.data_ptr(),
+        ranks=out.data_ptr(),
+        counts=address(counts),
+        tickets=tickets.zeroed(index, count) if is_shared else 0,
+        num_targets=targets.shape[-1],
+        blocks_per_target=blocks,
+        counts_ties=counts_ties,
+    )
+    # The kernel writes ranks alone.
+    filled = planned.fill(rows, None, 0, 0, TopK(out, out, out))
+    arguments = (driver.argument(filled), driver.argument(bytes(wanted)))
+    function = driver.function(index, launch.rank_kernel(logits.dtype))
+    driver.call(function, (count, blocks), launch.RANK_THREADS, arguments, index)
+
+
+_ON = {"reference": reference, "cpu": on_cpu, "cuda": on_cuda}
+
+
+def _run(*arguments: Any) -> Tensor:
     rows, (targets, counts_ties, backend) = unflattened(arguments)
     chosen = backends.pick(rows.logits.device, rows.logits.dtype, 1, backend)
     out = torch.empty_like(targets, memory_format=torch.contiguous_format)
     if out.numel():
-        chosen.target_ranks(RankProblem(rows.unscaled(), targets.contiguous(), counts_ties), out)
+        _ON[chosen](RankProblem(rows.unscaled(), targets.contiguous(), counts_ties), out)
     return out
 
 
-def _fake_target_ranks(*arguments: Any) -> Tensor:
+def _fake(*arguments: Any) -> Tensor:
     _, (targets, *_) = unflattened(arguments)
     return torch.empty_like(targets, memory_format=torch.contiguous_format)
 
 
-register("target_ranks", target_ranks, _fake_target_ranks)
+_target_ranks = Operator(
+    f"target_ranks({ROWS_SCHEMA}, Tensor targets, bool counts_ties, str? backend) -> Tensor",
+    _run,
+    _fake,
+    map_over=map_one,
+)
+
+
+def target_ranks(rows: LogitRows, targets: Tensor, counts_ties: bool, backend: str | None) -> Tensor:
+    """The ranks of targets (..., n) in checked rows. See :class:`RankProblem`."""
+    found: Tensor = _target_ranks(*rows, targets, counts_ties, backend)
+    return found

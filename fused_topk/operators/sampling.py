@@ -1,43 +1,254 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator of sampling, `sample`: what torch.compile, fake tensors and CUDA graphs see of it.
+"""Draws: the operator `sample` with its plan, and each backend's code.
 
 Its arguments name its random numbers, or have them, so equal arguments give equal results. It has no gradient.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from .. import plans
-from ..problem import Kept, Sample, SampleProblem, TopK
-from ..rows import ROWS_SCHEMA, unflattened
-from .dispatch import library, register
+from .. import backends
+from ..backends import cpu, cuda, reference_sampling
+from ..cuda_runtime import driver, tickets
+from ..layout import launch
+from ..layout.kernel_arguments import SampleRows, address, rows_writer, with_rows
+from ..problem import Kept, Sample, SampleProblem, TopK, TopkProblem, result_dtype
+from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
+from . import row_topk
+from .operator import Operator
+from .results import Result, empty
 
-# The arguments behind the rows, which are fields of SampleProblem, and the results: the same for every operator that draws.
-SCHEMA = (
-    "SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, float min_p, Tensor? row_min_p, "
-    "int seed, Tensor? row_seed, int counter, Tensor? row_counter, SymInt num_samples, SymInt topk, "
-    "bool truncated, bool kept, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-library.define(f"sample({ROWS_SCHEMA}, Tensor? noise, {SCHEMA}")
+_write_rows = rows_writer(SampleRows)
+
+# Runs a prepared draw: takes only the tensors, the seeds and the noise of the problem, and writes the contiguous result.
+Start = Callable[[SampleProblem, Sample], None]
+
+
+class Plan(NamedTuple):
+    """A prepared request for draws. It lacks only the seeds, or the noise, and the tensors."""
+
+    start: Start
+
+    def run(self, problem: SampleProblem) -> Sample:
+        """Draws into new tensors and returns them."""
+        out = empty_result(problem)
+        self.start(problem, out)
+        return out
+
+
+def empty_result(problem: SampleProblem) -> Sample:
+    """New uninitialised tensors for the result, with one leading dimension: the rows."""
+    logits, num_samples, k = problem.rows.logits, problem.num_samples, problem.topk
+    rows, device, dtype = math.prod(logits.shape[:-1]), logits.device, result_dtype(logits.dtype)
+
+    def of(*shape: int, dtype: torch.dtype) -> Tensor:
+        return empty(size=shape, dtype=dtype, device=device)
+
+    return Sample(
+        of(rows, num_samples, dtype=torch.int64),
+        of(rows, num_samples, dtype=dtype),
+        Result.of((rows, k), dtype, (rows,), dtype).empty(device) if k else None,
+        Kept(of(rows, dtype=torch.int64), of(rows, dtype=dtype)) if problem.kept else None,
+    )
+
+
+def plan_of(problem: SampleProblem, backend: str | None) -> Plan:
+    """The plan of a checked request. It serves all requests that differ in their seeds, their noise and tensors alone, not in the
+    tensors' layouts."""
+    rows, *filters = problem[:7]
+    layouts = (like(x) if isinstance(x, Tensor) else x for x in filters)
+    wanted = (problem.num_samples, problem.topk, problem.truncated, problem.kept)
+    return plan(rows.logits.device, backend, rows.layout(), *layouts, *wanted)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(device: torch.device, backend: str | None, layout: RowsLayout, *fields: Any) -> Plan:
+    """fields: those of :class:`SampleProblem` but the rows, the seeds, the counters and the noise, with layouts in place of
+    tensors."""
+    rows, filters, wanted = layout.meta(), fields[:6], fields[6:]
+    _, topk, *_ = wanted
+    chosen = backends.pick(device, rows.logits.dtype, max(topk, 1), backend)
+    if not len(rows.logits):
+        return Plan(lambda problem, out: None)
+    of_rows = (x.meta() if isinstance(x, Like) else x for x in filters)
+    parameters: Any = (*of_rows, 0, None, 0, None, *wanted)
+    return Plan(PREPARE[chosen](SampleProblem(rows, *parameters), device))
+
+
+def reference(problem: SampleProblem, out: Sample) -> None:
+    """Draws tokens, and lists the best of the model's own distribution, in torch operations."""
+    if out.topk is not None:
+        own = TopkProblem(problem.rows.unscaled(), problem.topk, "log_softmax", "allowed")
+        row_topk.reference(own, out.topk)
+    reference_sampling.draw(problem, out)
+
+
+def prepare_cpu(problem: SampleProblem, device: torch.device, instruction_set: str = "") -> Start:
+    """instruction_set: one of cpu.instruction_sets() instead of the best, for tests."""
+    layout = cpu.layout_of(problem.rows, instruction_set)
+
+    def run(problem: SampleProblem, out: Sample) -> None:
+        p = problem
+        cpu.native.sample(
+            layout,
+            cpu.addresses_of(p.rows),
+            p.top_k,
+            address(p.row_top_k),
+            p.top_p,
+            address(p.row_top_p),
+            p.min_p,
+            address(p.row_min_p),
+            p.seed,
+            address(p.row_seed),
+            p.counter,
+            address(p.row_counter),
+            p.first_row,
+            address(p.noise),
+            p.num_samples,
+            p.topk,
+            p.truncated,
+            out.tokens.data_ptr(),
+            out.logprobs.data_ptr(),
+            *map(address, (None,) * 3 if out.topk is None else out.topk),
+            *map(address, (None,) * 2 if out.kept is None else out.kept),
+            cpu.num_threads(),
+        )
+
+    return run
+
+
+def prepare_cuda(problem: SampleProblem, device: torch.device) -> Start:
+    """One launch without filters, else two: the row's best with its (m, d), and the draws."""
+    p, index = problem, device.index
+    logits, mask = p.rows.logits, p.rows.mask
+    rows, vocab_size = logits.shape
+    launch.check_row_count(rows)
+    top_k = p.top_k if p.row_top_k is None else None
+    has_other_filter = p.row_top_p is not None or p.top_p < 1 or p.row_min_p is not None or p.min_p > 0
+    is_whole = launch.draws_from_vocabulary(vocab_size, top_k, has_other_filter)
+    length = 0 if is_whole else launch.sample_list_length(vocab_size, top_k)
+    if length < p.topk <= launch.LONGEST_LIST and not is_whole:
+        length = p.topk
+    own = p.rows.unscaled()
+    find_list = None if is_whole else _prepare_list(own, length, device)
+    find_best = None
+    if p.topk > length:
+        find_best = row_topk.prepare_cuda(TopkProblem(own, p.topk, "log_softmax", "allowed"), device)
+    count = cuda.multiprocessors(index)
+    if is_whole:
+        blocks = launch.summing_blocks(rows, vocab_size, count)
+        scratches = [launch.summing_scratch(rows, vocab_size, blocks, has_noise) for has_noise in (False, True)]
+    else:
+        blocks = launch.searching_blocks(rows, vocab_size, top_k, count)
+        scratches = [launch.searching_scratch(rows, blocks)] * 2
+    kernels = [launch.sample_kernel(logits.dtype, is_whole, has_noise) for has_noise in (False, True)]
+    is_cooperative = blocks > 1 and not is_whole
+    planned = bytes(
+        SampleRows(
+            row_stride=logits.stride(0),
+            V=vocab_size,
+            blocks_per_row=blocks,
+            num_samples=p.num_samples,
+            part_length_log2=launch.part_length_log2(vocab_size),
+            one=launch.sample_unit(vocab_size),
+            truncated=p.truncated,
+            mask_kind=mask is not None and mask.dtype != torch.bool,
+            length=length,
+            mask_row_stride=0 if mask is None else mask.stride(0),
+            mask_element_stride=0 if mask is None else mask.stride(1),
+            top_k=p.top_k,
+            top_p=p.top_p,
+            min_p=p.min_p,
+            logprobs=p.topk,
+            rows=rows,
+        )
+    )
+    has_adjacent, itemsize = cuda.has_adjacent(logits), logits.element_size()
+
+    def run(problem: SampleProblem, out: Sample) -> None:
+        p, given = problem, problem.rows
+        if not has_adjacent or given.logits.data_ptr() % itemsize:
+            given = given.with_logits(given.logits.clone(memory_format=torch.contiguous_format))
+            copied = p._replace(rows=given)
+            prepare_cuda(copied, device)(copied, out)
+            return
+        own = given.unscaled()
+        best = out.topk
+        if best is not None and find_best is not None:
+            find_best(own, best)
+            best = None
+        listed = None if find_list is None else find_list(own)
+        has_noise = p.noise is not None
+        words, counters = scratches[has_noise]
+        scratch = torch.empty(words, dtype=torch.int64, device=given.logits.device) if words else None
+        filled = SampleRows.from_buffer_copy(planned)
+        filled.scratch = address(scratch)
+        filled.tickets = tickets.zeroed(index, counters) if counters else 0
+        filled.tokens, filled.log_probs = out.tokens.data_ptr(), out.logprobs.data_ptr()
+        filled.seed, filled.row_seed = p.seed, address(p.row_seed)
+        filled.counter, filled.row_counter = p.counter, address(p.row_counter)
+        filled.first_row = p.first_row
+        filled.noise = address(p.noise)
+        filled.row_top_k, filled.row_top_p, filled.row_min_p = map(address, (p.row_top_k, p.row_top_p, p.row_min_p))
+        if listed is not None:
+            filled.list_logits, filled.list_indices, filled.list_state = map(address, listed)
+        if best is not None:
+            filled.best_values, filled.best_indices, filled.best_logsumexp = map(address, best)
+        if out.kept is not None:
+            filled.kept_counts, filled.kept_logsumexp = map(address, out.kept)
+        argument = driver.argument(with_rows(filled, _write_rows, given))
+        function = driver.function(index, kernels[has_noise])
+        threads = launch.SUMMING_THREADS if is_whole else launch.SEARCHING_THREADS
+        driver.call(function, (rows, blocks), threads, (argument,), index, is_cooperative=is_cooperative)
+
+    return run
+
+
+def _prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[LogitRows], TopK]:
+    """A function that finds the best k logits of each row, with m and d (2, rows) in place of the logsumexp."""
+    count, dtype = len(rows.logits), rows.logits.dtype
+    start = row_topk.prepare_cuda(TopkProblem(rows, k, "state", "allowed"), device)
+
+    def run(rows: LogitRows) -> TopK:
+        out = TopK(
+            torch.empty((count, k), dtype=dtype, device=rows.logits.device),
+            torch.empty((count, k), dtype=torch.int64, device=rows.logits.device),
+            torch.empty((2, count), dtype=torch.float32, device=rows.logits.device),
+        )
+        start(rows, out)
+        return out
+
+    return run
+
+
+PREPARE: dict[str, Callable[[SampleProblem, torch.device], Start]] = {
+    "reference": lambda problem, device: reference,
+    "cpu": prepare_cpu,
+    "cuda": prepare_cuda,
+}
 
 
 def draw(problem: SampleProblem, backend: str | None) -> Sample:
     """Draws into new tensors, of (R, num_samples) and (R, topk)."""
-    return plans.plan_of_sample(problem, backend).run(problem)
+    return plan_of(problem, backend).run(problem)
 
 
-def sample(*arguments: Any) -> tuple[Tensor, ...]:
+def _run(*arguments: Any) -> tuple[Tensor, ...]:
     rows, (noise, *parameters, backend) = unflattened(arguments)
     fields: Any = (rows, *parameters, 0, noise)
     return flat(draw(SampleProblem(*fields), backend))
 
 
-def _fake_sample(*arguments: Any) -> tuple[Tensor, ...]:
+def _fake(*arguments: Any) -> tuple[Tensor, ...]:
     rows, (_, *parameters, _) = unflattened(arguments)
-    return flat(plans.sample_result(SampleProblem(rows, *parameters)))
+    return flat(empty_result(SampleProblem(rows, *parameters)))
 
 
 def flat(result: Sample) -> tuple[Tensor, ...]:
@@ -50,4 +261,10 @@ def flat(result: Sample) -> tuple[Tensor, ...]:
     return tokens, logprobs, *topk, *kept
 
 
-register("sample", sample, _fake_sample)
+# The arguments behind the rows, which are fields of SampleProblem, and the results: the same for every operator that draws.
+SCHEMA = (
+    "SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, float min_p, Tensor? row_min_p, "
+    "int seed, Tensor? row_seed, int counter, Tensor? row_counter, SymInt num_samples, SymInt topk, "
+    "bool truncated, bool kept, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+sample = Operator(f"sample({ROWS_SCHEMA}, Tensor? noise, {SCHEMA}", _run, _fake)

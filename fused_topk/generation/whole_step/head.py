@@ -92,7 +92,7 @@ class WholeHead(_OfModule):
 
     def serves(self, rows: int, k: int) -> bool:
         weight = self.weight
-        if weight.device.type != "cpu" or backends.pick(weight.device, weight.dtype, k, None) is not native:
+        if weight.device.type != "cpu" or backends.pick(weight.device, weight.dtype, k, None) != "cpu":
             return False
         is_small = linear_pieces.is_for_the_native_kernel(rows, k)
         return is_small and native.multiplies(weight, weight, self.bias)
