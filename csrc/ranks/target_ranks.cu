@@ -11,7 +11,7 @@
 
 namespace fused_topk {
 
-// What a launch computes. fused_topk/backends/cuda.py fills it by field names.
+// What a launch computes. fused_topk/operators/ranks.py fills it by field names.
 struct TargetRanks {
   const i64* targets;  // [rows, num_targets]; negative: none
   i64* ranks;          // [rows, num_targets]; 0 where there is no target

@@ -2,7 +2,7 @@
 // The scores of experts, the same bits on every machine: softmax, sigmoid, and the square root of softplus.
 //
 // An expert is chosen by its score, so a score must not depend on who computes it. Every operation is rounded by itself, to
-// nearest, in the order below; nothing is fused. fused_topk/backends/reference_routing.py computes the same in torch
+// nearest, in the order below; nothing is fused. fused_topk/operators/routing.py computes the same in torch
 // operations. No result is subnormal, so that modes which flush those change nothing. Relative errors, in units of 2^-24:
 //     exponential   1.6, beyond what the rounding of y does
 //     sigmoid       at most 3.6

@@ -191,7 +191,8 @@ def _merge(
     if _are_plain(parts, temperature, k):
         layouts = tuple(tuple(map(like, part)) for part in parts)
         request, planned = _planned(parts[0].m.device, layouts, k, temperature, values, normalize, backend)
-        return planned.run(MergeProblem(*_stacked(parts), None, *request))  # type: ignore[arg-type]
+        logits, indices, m, d = _stacked(parts)
+        return planned.run(MergeProblem(logits, indices, m, d, None, *request))
     k, scale = _check(parts, k, temperature, values)
     logits, indices, m, d = _stacked(parts)
     return merge_parts(logits, indices, m, d, None, k, *scale, values, normalize, backend)
@@ -225,7 +226,8 @@ def _planned(
     parts = [TopKState(*(each.meta() for each in layout)) for layout in layouts]
     k, scale = _check(parts, k, temperature, values)
     request = k, scale, values, normalize
-    stacked = MergeProblem(*_stacked(parts), None, *request)  # type: ignore[arg-type]
+    logits, indices, m, d = _stacked(parts)
+    stacked = MergeProblem(logits, indices, m, d, None, *request)
     return request, plan(device, backend, *(like(x) if isinstance(x, Tensor) else x for x in stacked.flat()))
 
 
