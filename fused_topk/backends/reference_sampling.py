@@ -34,7 +34,7 @@ def draw(problem: SampleProblem, out: Sample) -> None:
     is_drawn = has_distribution & (temperature > 0)
     m = best.where(has_distribution, 0.0)
     # At most the greatest that float32 can divide by: -inf stays -inf.
-    scale = Scale(row_temperature=temperature.where(temperature > 0, 1.0).clamp(max=2.0**126).squeeze(1))
+    scale = Scale(1.0, temperature.where(temperature > 0, 1.0).clamp(max=2.0**126).squeeze(1))
 
     weights = scale.weight(ranked, m)
     is_kept = _kept(p, ranked, weights)

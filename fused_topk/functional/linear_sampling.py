@@ -97,8 +97,5 @@ def linear_sample(
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     rows = rows.with_logits(hidden)
     problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, topk, logprobs == "kept", kept)
-    # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
-    _, *parameters, _, _ = problem
-    found = linear_sampling.linear_sample(*rows, weight, bias, *parameters, backend)
-    result = sampling.from_operator(found, topk, kept)
+    result = linear_sampling.linear_sample(problem, weight, bias, backend)
     return result if hidden.dim() == 2 else sampling.shaped(result, hidden.shape[:-1])

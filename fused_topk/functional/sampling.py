@@ -40,7 +40,7 @@ from ..gone import refuse
 from ..operators import sampling
 from ..operators.dispatch import need_dispatcher
 from ..operators.ranks import target_ranks
-from ..problem import Kept, Sample, SampleProblem, TopK, changed
+from ..problem import Sample, SampleProblem, changed
 from ..row_arguments import check_row_numbers, check_rows
 from ..rows import Like, LogitRows
 
@@ -180,9 +180,7 @@ def sample(
         of_seed = of_counter = _NO_NAME
     names = (*of_seed, *of_counter)
     problem = SampleProblem(rows, *filters, *names, num_samples, topk, logprobs == "kept", kept, 0, of_noise)
-    # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
-    _, *parameters, _, _ = problem
-    result = from_operator(sampling.sample(*rows, of_noise, *parameters, backend), topk, kept)
+    result = sampling.sample(problem, backend)
     if ranks:
         result = _with_ranks(result, rows, backend)
     return result if logits.dim() == 2 else shaped(result, lead)
@@ -405,13 +403,6 @@ def random_names(rows: int, device: torch.device, generator: torch.Generator | N
     126 random bits, too many for two rows ever to get the same name by chance."""
     names = torch.randint(0, 2**63 - 1, (2, rows), dtype=torch.int64, device=device, generator=generator)
     return (0, names[0]), (0, names[1])
-
-
-def from_operator(tensors: Sequence[Tensor], topk: int, kept: bool) -> Sample:
-    """The result of an operator that draws, from the tensors that it returns."""
-    tokens, logprobs, values, indices, logsumexp, *of_kept = tensors
-    best = TopK(values, indices, logsumexp) if topk else None
-    return Sample(tokens, logprobs, best, Kept(*of_kept) if kept else None)
 
 
 def shaped(result: Sample, lead: Sequence[int]) -> Sample:

@@ -23,6 +23,7 @@ from ..layout import linear_pieces as layout
 from ..problem import LinearProblem, Sample, SampleProblem, changed
 from ..rows import ROWS_SCHEMA, unflattened
 from . import linear_pieces, sampling
+from .dispatch import is_seen_by_torch
 from .operator import Operator
 
 # The memory that the reference takes for a logit, and for a random number: float64 and int64 tensors, of which up to 80 and 150
@@ -78,4 +79,13 @@ def _fake(*arguments: Any) -> tuple[Tensor, ...]:
     return sampling.flat(sampling.empty_result(SampleProblem(rows, *parameters)))
 
 
-linear_sample = Operator(f"linear_sample({ROWS_SCHEMA}, Tensor weight, Tensor? bias, {sampling.SCHEMA}", _run, _fake)
+_linear_sample = Operator(f"linear_sample({ROWS_SCHEMA}, Tensor weight, Tensor? bias, {sampling.SCHEMA}", _run, _fake)
+
+
+def linear_sample(problem: SampleProblem, weight: Tensor, bias: Tensor | None, backend: str | None) -> Sample:
+    """Draws into new tensors, of (R, num_samples) and (R, topk)."""
+    rows, *parameters, _, _ = problem
+    if is_seen_by_torch(*(x for x in (*rows, weight, bias, *parameters) if isinstance(x, Tensor))):
+        found = _linear_sample(*rows, weight, bias, *parameters, backend)
+        return sampling.unflattened_result(found, problem)
+    return _draw(problem, weight, bias, backend)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from ..layout.kernel_arguments import SampleRows, address, rows_writer, with_row
 from ..problem import Kept, Sample, SampleProblem, TopK, TopkProblem, result_dtype
 from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from . import row_topk
+from .dispatch import is_seen_by_torch
 from .operator import Operator
 from .results import Result, empty
 
@@ -235,15 +236,14 @@ PREPARE: dict[str, Callable[[SampleProblem, torch.device], Start]] = {
 }
 
 
-def draw(problem: SampleProblem, backend: str | None) -> Sample:
-    """Draws into new tensors, of (R, num_samples) and (R, topk)."""
-    return plan_of(problem, backend).run(problem)
-
-
 def _run(*arguments: Any) -> tuple[Tensor, ...]:
     rows, (noise, *parameters, backend) = unflattened(arguments)
     fields: Any = (rows, *parameters, 0, noise)
-    return flat(draw(SampleProblem(*fields), backend))
+    return flat(_draw(SampleProblem(*fields), backend))
+
+
+def _draw(problem: SampleProblem, backend: str | None) -> Sample:
+    return plan_of(problem, backend).run(problem)
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -261,10 +261,26 @@ def flat(result: Sample) -> tuple[Tensor, ...]:
     return tokens, logprobs, *topk, *kept
 
 
+def unflattened_result(tensors: Sequence[Tensor], problem: SampleProblem) -> Sample:
+    """The result, given what :func:`flat` returns of it."""
+    tokens, logprobs, values, indices, logsumexp, *of_kept = tensors
+    best = TopK(values, indices, logsumexp) if problem.topk else None
+    return Sample(tokens, logprobs, best, Kept(*of_kept) if problem.kept else None)
+
+
 # The arguments behind the rows, which are fields of SampleProblem, and the results: the same for every operator that draws.
 SCHEMA = (
     "SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, float min_p, Tensor? row_min_p, "
     "int seed, Tensor? row_seed, int counter, Tensor? row_counter, SymInt num_samples, SymInt topk, "
     "bool truncated, bool kept, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-sample = Operator(f"sample({ROWS_SCHEMA}, Tensor? noise, {SCHEMA}", _run, _fake)
+_sample = Operator(f"sample({ROWS_SCHEMA}, Tensor? noise, {SCHEMA}", _run, _fake)
+
+
+def sample(problem: SampleProblem, backend: str | None) -> Sample:
+    """Draws into new tensors, of (R, num_samples) and (R, topk)."""
+    # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
+    rows, *parameters, _, noise = problem
+    if is_seen_by_torch(*(x for x in (*rows, *parameters, noise) if isinstance(x, Tensor))):
+        return unflattened_result(_sample(*rows, noise, *parameters, backend), problem)
+    return _draw(problem, backend)
