@@ -12,6 +12,10 @@ from ..backends import cuda_attention
 from .operator import Operator
 
 
+def _run(*arguments: Any) -> Tensor:
+    return cuda_attention.step_attention(*arguments)
+
+
 def _fake(query: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
@@ -19,6 +23,6 @@ def _fake(query: Tensor, *others: Any) -> Tensor:
 # :func:`cuda_attention.step_attention`, of which torch.compile sees one operation.
 step_attention = Operator(
     "step_attention(Tensor query, Tensor key, Tensor value, Tensor table, float scale, float cap, int window, Tensor? sinks) -> Tensor",
-    cuda_attention.step_attention,
+    _run,
     _fake,
 )

@@ -28,7 +28,7 @@ class Operator:
         backward: Callable[..., Any] | None = None,
         map_over: Callable[..., Any] | None = None,
     ) -> None:
-        """run: computes the result, of tensors alone. fake: the result for tensors without memory. setup_context, backward: the
+        """run: computes the result. fake: the result for tensors without memory. setup_context, backward: the
         gradient, as those of torch.autograd.Function. `map_over(run, info, in_dims, *arguments)`: what vmap does to a call of `run`."""
         name = schema.partition("(")[0]
         library.define(schema)
@@ -58,7 +58,7 @@ class Operator:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         if is_seen_by_torch(*tensors):
             return self._of_torch(*arguments)
-        # An autograd.Function of our own takes a quarter of the time of the operator's gradient.
+        # An autograd.Function of our own: the whole call takes half the time that it takes with the gradient of the operator.
         return (self._with_gradient if wants_gradient(*tensors) else self._run)(*arguments)
 
 
@@ -71,8 +71,7 @@ def _eager_function(
         output = run(*arguments)
         if setup_context is not None:
             setup_context(ctx, arguments, output)
-        # Of a named tuple autograd would change the tensors in place.
-        return output if isinstance(output, Tensor) else tuple(output)
+        return output
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), methods)
