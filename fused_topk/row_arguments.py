@@ -158,10 +158,10 @@ def check_row_numbers(
     """A parameter of sampling: (the number of all rows, None), or (0, that of each row, contiguous, flat and of `dtype`).
     limits: the least and the greatest value. or_zero: whether 0 is allowed besides."""
     least, greatest = limits
-    if type(value) is int or (type(value) is float and dtype.is_floating_point):
+    is_plain = type(value) is int or (type(value) is float and dtype.is_floating_point)
+    if is_plain and (least <= value <= greatest or (or_zero and value == 0)):
         # The quick way of what most calls have.
-        if least <= value <= greatest or (or_zero and value == 0):
-            return float(value) if dtype.is_floating_point else value, None
+        return float(value) if dtype.is_floating_point else value, None
     kinds: tuple[Any, ...] = (int, float, np.number) if dtype.is_floating_point else (int, np.integer)
     if isinstance(value, bool) or not isinstance(value, (*kinds, Tensor)):
         a_number = "a number" if dtype.is_floating_point else "an int"
