@@ -106,7 +106,9 @@ def called_with(name: str, parameter: str, value: Any, case: Case) -> dict[str, 
 @pytest.mark.parametrize("name", functions("errors"))
 def test_types_of_errors(name):
     before = torch.random.get_rng_state()
-    for case, parameter in itertools.product((FEW, MANY), arguments(name, "errors")):
+    # Of many rows the logits of heads come another way.
+    cases = (FEW, MANY) if "linear" in name else (FEW,)
+    for case, parameter in itertools.product(cases, arguments(name, "errors")):
         if name != "warm_up":
             # Its plan must let nothing through that is equal to its key.
             call(name, required(name, case))

@@ -182,20 +182,20 @@ def test_blocks_are_of_equal_rows_and_at_least_one():
     assert size == 1
 
 
-def test_compiled_and_fake(backend, monkeypatch):
-    hidden, weight, bias = exact_head((5,), 8, 700, torch.float32, backend.device)
+def test_compiled_and_fake(native, monkeypatch):
+    hidden, weight, bias = exact_head((5,), 8, 700, torch.float32, native.device)
     weight.requires_grad_()
     in_blocks(monkeypatch, 2)
-    seed = torch.arange(5, device=backend.device)
+    seed = torch.arange(5, device=native.device)
 
     def step(hidden, weight, bias, seed):
-        return backend("linear_sample", hidden, weight, bias, top_k=20, top_p=0.9, seed=seed, topk=2)
+        return native("linear_sample", hidden, weight, bias, top_k=20, top_p=0.9, seed=seed, topk=2)
 
     got = torch.compile(step, fullgraph=True, backend="eager")(hidden, weight, bias, seed)
     check(got, step(hidden, weight, bias, seed))
     assert not got.logprobs.requires_grad
     head = (*LogitRows(hidden), weight.detach(), bias)
-    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, False, backend.name)
+    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, False, native.name)
     torch.library.opcheck(torch.ops.fused_topk.linear_sample.default, (*head, *request))
 
 

@@ -20,21 +20,6 @@ def stacked(parts: list[TopKState]) -> list[torch.Tensor]:
     return [torch.stack(x) for x in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize("normalize", ["allowed", "all"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"], ids=str)
-@pytest.mark.parametrize("is_masked", [False, True], ids=["plain", "masked"])
-def test_topk_state_gradcheck(normalize, temperature, is_masked):
-    mask = random_mask(2, 7, share=0.6) if is_masked else None
-    t = torch.tensor([0.6, 1.7], dtype=torch.float64) if temperature == "rows" else temperature
-
-    def run(logits):
-        state = fused_topk.topk_state(logits, 3, temperature=t, mask=mask, normalize=normalize)
-        # A hidden candidate is -inf, from which no difference can be taken.
-        return state.logits.masked_fill(state.logits.isinf(), 0.0), state.m, state.d
-
-    torch.autograd.gradcheck(run, distinct(2, 7))
-
-
 @pytest.mark.parametrize("values", ["softmax", "log_softmax", "logits", "state"])
 @pytest.mark.parametrize("normalize", ["allowed", "topk"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"], ids=str)
@@ -82,17 +67,17 @@ def test_gradients_are_those_of_the_unsharded_call(backend, entry, normalize):
     "values", ["softmax", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("log_softmax", "logits", "state"))]
 )
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.exhaustive), "rows"], ids=str)
-def test_opcheck(backend, values, temperature):
-    logits = random_logits(3, 40, device=backend.device).requires_grad_()
+def test_opcheck(native, values, temperature):
+    logits = random_logits(3, 40, device=native.device).requires_grad_()
     torch.library.opcheck(
         torch.ops.fused_topk.row_topk.default,
-        (*LogitRows(logits, temperature=1.5), 4, "state", "allowed", backend.name),
+        (*LogitRows(logits, temperature=1.5), 4, "state", "allowed", native.name),
     )
-    parts = stacked(states(backend, logits.detach(), 4, [10, 20]))
+    parts = stacked(states(native, logits.detach(), 4, [10, 20]))
     parts = [x.requires_grad_(x.is_floating_point()) for x in parts]
-    t = torch.tensor([0.5, 1.0, 2.0], device=backend.device) if temperature == "rows" else None
-    for lengths in (None, torch.tensor([10, 10, 20], dtype=torch.int32, device=backend.device)):
-        arguments = (*parts, lengths, 6, 1.5, t, values, "allowed", backend.name)
+    t = torch.tensor([0.5, 1.0, 2.0], device=native.device) if temperature == "rows" else None
+    for lengths in (None, torch.tensor([10, 10, 20], dtype=torch.int32, device=native.device)):
+        arguments = (*parts, lengths, 6, 1.5, t, values, "allowed", native.name)
         torch.library.opcheck(torch.ops.fused_topk.merge_parts.default, arguments)
 
 
@@ -126,18 +111,18 @@ def test_what_an_operator_must_not_be_given(backend):
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
-def test_compile(backend, compiler):
+def test_compile(native, compiler):
     torch._dynamo.reset()
 
     def step(logits):
-        parts = states(backend, logits * 2, 5, [20, 30])
-        result = backend("merge_topk", parts, 5, kind="log_softmax")
+        parts = states(native, logits * 2, 5, [20, 30])
+        result = native("merge_topk", parts, 5, kind="log_softmax")
         return result.values.square().sum() + result.logsumexp.sum(), result.indices
 
     compiled = torch.compile(step, fullgraph=True, backend=compiler)
     gradients = []
     for function in (step, compiled):
-        logits = random_logits(3, 50, device=backend.device).requires_grad_()
+        logits = random_logits(3, 50, device=native.device).requires_grad_()
         loss, indices = function(logits)
         loss.backward()
         gradients.append((loss.detach(), indices, logits.grad))
