@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fused_topk
+from fused_topk import TopK
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, bits
 from rows import NAN, packed, random_logits, random_mask
@@ -94,44 +95,22 @@ def test_draws(backend, filters, temperature, vocab_size, masked):
     assert (got.tokens < lengths.clamp(min=1).unsqueeze(-1)).all() or masked
 
 
-def test_layouts(backend):
-    """Rows at any stride, lengths at any stride, the vocabulary anywhere, and results into `out`."""
-    lengths = torch.tensor([[3, 500], [0, 77], [500, 1]], device=backend.device)
+def test_out(backend):
+    """test_contract.py has strides of lengths, and other dimensions."""
+    lengths = torch.tensor([3, 500, 0], device=backend.device)
     with_nan, hidden = ragged(lengths, 500)
     want = backend("softmax_topk", hidden, 9)
-    wide = torch.full((3, 2, 520), NAN, device=backend.device)
-    wide[..., 3:503] = with_nan
-    apart = torch.stack([lengths, lengths + 1], -1)[..., 0]
-    assert not apart.is_contiguous()
-    assert_same(backend("softmax_topk", wide[..., 3:503], 9, lengths=apart), want)
-    assert_same(
-        backend("softmax_topk", with_nan.transpose(0, 1), 9, lengths=apart.T),
-        backend("softmax_topk", hidden.transpose(0, 1), 9),
-    )
-    moved = backend("softmax_topk", with_nan.movedim(-1, 0).contiguous(), 9, dim=0, lengths=lengths)
-    assert torch.equal(moved.indices.movedim(0, -1), want.indices)
-    out = tuple(torch.empty_like(x) for x in want)
+    out = TopK(*map(torch.empty_like, want))
     assert_same(backend("softmax_topk", with_nan, 9, lengths=lengths, out=out), want)
     with pytest.raises(ValueError, match=r"`out\.indices` must not overlap `lengths`"):
-        backend(
-            "softmax_topk",
-            with_nan[0, :, :],
-            2,
-            lengths=out[1].view(-1)[:2].zero_(),
-            out=(out[0].view(-1)[:4].view(2, 2), out[1].view(-1)[:4].view(2, 2), out[2].view(-1)[:2]),
-        )
+        backend("softmax_topk", with_nan, 9, lengths=out.indices[:, 0].zero_(), out=out)
 
 
 def test_empty_and_single_rows(backend):
-    assert backend(
-        "softmax_topk",
-        torch.empty(0, 9, device=backend.device),
-        2,
-        lengths=torch.empty(0, dtype=torch.int32, device=backend.device),
-    ).values.shape == (0, 2)
-    got = backend(
-        "topk", torch.tensor([NAN, 1.0], device=backend.device), 2, lengths=torch.tensor(0, device=backend.device)
-    )
+    none = torch.empty(0, 9, device=backend.device)
+    assert backend("softmax_topk", none, 2, lengths=none[:, 0].int()).values.shape == (0, 2)
+    row, length = torch.tensor([NAN, 1.0], device=backend.device), torch.tensor(0, device=backend.device)
+    got = backend("topk", row, 2, lengths=length)
     assert got.indices.tolist() == [0, 1] and got.values.tolist() == [-torch.inf, -torch.inf]
 
 

@@ -186,19 +186,14 @@ def test_invalid_out():
             fused_topk.router_topk(x, 6, bias=bias, out=out)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"groups": 8, "topk_groups": 9}, "`topk_groups` must satisfy 1 <= topk_groups <= 8"),
-        ({"topk_groups": 2}, "`topk_groups` must satisfy 1 <= topk_groups <= 1"),
-        ({"k": 9, "groups": 8}, "`topk_groups` groups must have at least k=9 experts, got topk_groups=1 with 8"),
-    ],
-    ids=str,
-)
-def test_invalid_arguments(settings, message):
+def test_groups_of_fewer_experts_than_are_chosen():
     for logits in (random_logits(3, 64), random_logits(3, 64).requires_grad_()):
-        with pytest.raises((TypeError, ValueError), match=message):
-            fused_topk.router_topk(logits, **{"k": 4, **settings})
+        for settings, message in (
+            ({"k": 9, "groups": 8}, "`topk_groups` groups must have at least k=9 experts, got topk_groups=1 with 8"),
+            ({"k": 4, "topk_groups": 2}, "`topk_groups` must satisfy 1 <= topk_groups <= 1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                fused_topk.router_topk(logits, **settings)
 
 
 def test_beyond_the_kernels_limits():

@@ -383,18 +383,6 @@ def test_all_that_tie_with_the_kth_are_kept(backend):
         assert float(got.logprobs) == pytest.approx(float(logits[0, token] - weights.sum().log()), abs=1e-5)
 
 
-def test_top_p_of_tokens_that_tie_with_the_kth(backend):
-    """It is relative to all of them, and keeps the first ones."""
-    logits, seed = torch.zeros(2, 700), torch.arange(2)
-    logits[:, 400] = 1.0
-    settings = {"top_k": 2, "top_p": 0.5}
-    got = backend(
-        "sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=20, kept=True, **settings
-    )
-    check_draws(got.tokens.cpu(), uniforms(seed, 20), kept_weights(logits, settings))
-    check_kept(got.kept, logits, settings)
-
-
 def test_masks(backend):
     logits = rows_of(2000)[:4]
     mask = random_mask(4, 2000, share=0.1)
@@ -621,16 +609,12 @@ def test_calls_by_a_plan_and_without_one_draw_the_same(backend, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"seed": 1, "generator": torch.Generator()}, ValueError, "leave one out"),
-        ({"counter": 1}, ValueError, "without a `seed`"),
-        ({"num_samples": 0}, ValueError, r"`num_samples` must satisfy 1 <= .* pass 1 or more"),
-    ],
+    ("arguments", "message"),
+    [({"seed": 1, "generator": torch.Generator()}, "leave one out"), ({"counter": 1}, "without a `seed`")],
 )
-def test_errors_name_the_argument_and_the_remedy(arguments, error, message):
+def test_names_that_exclude_each_other(arguments, message):
     before = torch.random.get_rng_state()
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         fused_topk.sample(torch.zeros(2, 10), **arguments)
     assert torch.equal(before, torch.random.get_rng_state())
 

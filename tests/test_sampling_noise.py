@@ -311,17 +311,10 @@ def test_the_plan_of_a_checked_request(backend):
         ({"counter": 1}, ValueError, "`counter` must be left out where `noise` is given"),
         ({"num_samples": 2}, ValueError, "`num_samples` must be 1 where `noise` is given, got 2; make a call for each"),
         ({"noise": torch.ones(10)}, ValueError, r"`noise` must have the shape of `logits`, \(2, 10\), got \(10,\)"),
-        ({"noise": torch.ones(2, 11)}, ValueError, "`noise` must have the shape of `logits`"),
-        (
-            {"noise": torch.ones(2, 10).double()},
-            TypeError,
-            r"`noise` must be float32, got torch.float64; use .float\(\)",
-        ),
-        ({"noise": torch.ones(2, 10, device="meta")}, ValueError, "`noise` must be on cpu, where the logits are"),
-        ({"noise": 3.0}, TypeError, "`noise` must be a torch.Tensor, got float"),
+        ({"noise": torch.ones(2, 10).double()}, TypeError, "`noise` must be float32, got torch.float64; use .float"),
     ],
 )
 @pytest.mark.parametrize("others", [{}, {"top_k": torch.tensor([1, 2])}], ids=["planned", "not planned"])
-def test_errors_name_the_argument_and_the_remedy(arguments, error, message, others):
+def test_what_goes_with_no_noise(arguments, error, message, others):
     with pytest.raises(error, match=message):
         fused_topk.sample(torch.zeros(2, 10), **{"noise": torch.ones(2, 10), **arguments, **others})
