@@ -147,26 +147,6 @@ def losses(backend):
     yield lambda x: backend("logsumexp", x).square().sum()
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("index", range(NUM_LOSSES))
-def test_transforms_of_torch_func(backend, index):
-    """grad, jacrev and vmap of them, against autograd one by one."""
-    loss = list(losses(backend))[index]
-    logits = random_logits(5, 3, 40, device=backend.device)
-    wants = []
-    for each in logits:
-        leaf = each.clone().requires_grad_()
-        wants.append(torch.autograd.grad(loss(leaf), leaf)[0])
-    want = torch.stack(wants)
-    torch.testing.assert_close(torch.func.grad(loss)(logits[0]), want[0])
-    torch.testing.assert_close(torch.func.jacrev(loss)(logits[0]), want[0])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(logits), want)
-    last = logits.movedim(0, -1)
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss), in_dims=-1)(last), want)
-    torch.testing.assert_close(torch.func.vmap(loss)(logits), torch.stack([loss(each) for each in logits]))
-    torch.testing.assert_close(torch.func.grad(lambda x: torch.func.vmap(loss)(x).sum())(logits), want)
-
-
 # Each takes seconds, and most share all of their code.
 @pytest.mark.parametrize(
     "index", [i if i % 3 == 0 else pytest.param(i, marks=pytest.mark.exhaustive) for i in range(NUM_LOSSES)]

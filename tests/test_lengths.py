@@ -161,37 +161,6 @@ def test_gradient_of_a_row_of_length_zero_is_zero_in_its_logits():
         assert (x.grad == 0).all()
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-def test_vmap(mapped):
-    lengths = torch.tensor([[4, 12, 7], [1, 0, 12]])
-    with_nan, hidden = ragged(lengths if mapped else lengths[:1].expand(2, 3), 12)
-    dims = (0, 0 if mapped else None)
-    given = lengths if mapped else lengths[0]
-    got = torch.func.vmap(lambda x, n: fused_topk.softmax_topk(x, 3, lengths=n), dims)(with_nan, given)
-    assert_same(got, fused_topk.softmax_topk(hidden, 3))
-    same(
-        torch.func.vmap(lambda x, n: fused_topk.softmax(x, lengths=n), dims)(with_nan, given),
-        fused_topk.softmax(hidden),
-    )
-    scores = torch.zeros(2, 1, 3)
-    got = torch.func.vmap(lambda x, s, n: fused_topk.beam_topk(x, s, 3, lengths=n), (0, 0, 0 if mapped else None))(
-        with_nan.unsqueeze(1), scores, given.unsqueeze(-2)
-    )
-    assert torch.equal(got.indices.squeeze(1), fused_topk.beam_topk(hidden, scores.squeeze(1), 3).indices)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("call", CALLS)
-def test_compiled(call):
-    # Of a process that has compiled much before, the limit of recompilations is near.
-    torch._dynamo.reset()
-    lengths = torch.tensor([4, 12, 7])
-    with_nan, hidden = ragged(lengths, 12)
-    run = torch.compile(lambda x, n: tuple(CALLS[call](x, lengths=n)), fullgraph=True, backend="aot_eager")
-    for got, want in zip(run(with_nan, lengths), CALLS[call](hidden)):
-        assert torch.equal(got, want) if not got.is_floating_point() else same(got, want) is None
-
-
 def test_compiled_draws_and_clamped_lengths():
     """Of what is traced the values are not checked: they are clamped."""
     with_nan, hidden = ragged(torch.tensor([4, 0, 12]), 12)
@@ -199,30 +168,6 @@ def test_compiled_draws_and_clamped_lengths():
         lambda x, n: fused_topk.sample(x, lengths=n, seed=1).tokens, fullgraph=True, backend="aot_eager"
     )
     assert torch.equal(run(with_nan, torch.tensor([4, -5, 99])), fused_topk.sample(hidden, seed=1).tokens)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("form", [torch.int32, torch.int64], ids=str)
-def test_opcheck(backend, form):
-    # A row of length 0 has NaN, which opcheck takes for different.
-    lengths = torch.tensor([4, 12, 3], dtype=form, device=backend.device)
-    rows = LogitRows(random_logits(3, 12, device=backend.device), lengths=lengths)
-    torch.library.opcheck(torch.ops.fused_topk.row_topk.default, (*rows, 3, "softmax", "allowed", backend.name))
-    torch.library.opcheck(torch.ops.fused_topk.full_rows.default, (*rows, "softmax", torch.float32, backend.name))
-    request = (0, None, 1.0, None, 0.0, None, 1, None, 0, None, 1, 0, False, False, backend.name)
-    torch.library.opcheck(torch.ops.fused_topk.sample.default, (*rows, None, *request))
-
-
-def test_fake_and_meta_tensors():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        logits, lengths = torch.empty(3, 12), torch.empty(3, dtype=torch.int32)
-        assert fused_topk.softmax_topk(logits, 4, lengths=lengths).values.shape == (3, 4)
-        assert fused_topk.softmax(logits, lengths=lengths).shape == (3, 12)
-    logits, lengths = torch.empty(3, 12, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
-    assert fused_topk.topk(logits, 4, lengths=lengths).indices.shape == (3, 4)
-    assert fused_topk.logsumexp(logits, lengths=lengths).shape == (3,)
 
 
 def test_instruction_sets_agree():

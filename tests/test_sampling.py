@@ -18,7 +18,6 @@ from torch import Tensor
 import fused_topk
 from fused_topk.backends import philox
 from fused_topk.functional import sampling
-from fused_topk.rows import LogitRows
 from rows import INF, NAN, packed, random_logits, random_mask
 
 # Of the total, as the docstring of sample() promises.
@@ -543,20 +542,6 @@ def test_float64_logits_have_float64_log_probabilities():
     logits = random_logits(2, 50).double().requires_grad_()
     got = fused_topk.sample(logits, seed=0, topk=2)
     assert got.logprobs.dtype == got.topk.values.dtype == torch.float64 and not got.logprobs.requires_grad
-
-
-def test_compiled_and_fake(native):
-    logits = random_logits(3, 500).to(native.device)
-    seed = torch.arange(3, device=native.device)
-
-    def step(logits, seed):
-        return native("sample", logits, top_k=20, top_p=0.9, seed=seed, topk=2)
-
-    expected, got = step(logits, seed), torch.compile(step, fullgraph=True, backend="eager")(logits, seed)
-    assert torch.equal(expected.tokens, got.tokens) and torch.equal(expected.logprobs, got.logprobs)
-    assert torch.equal(expected.topk.indices, got.topk.indices)
-    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, False, native.name)
-    torch.library.opcheck(torch.ops.fused_topk.sample.default, (*LogitRows(logits), None, *request))
 
 
 def test_a_graph_draws_anew_at_each_replay(cuda):

@@ -270,7 +270,6 @@ def test_threads_change_nothing(cpu, threads):
 def test_instruction_sets_agree(cpu):
     from fused_topk.backends import cpu as backend
     from fused_topk.problem import FullRowProblem
-    from fused_topk.rows import LogitRows
 
     # 16, 17, 256: rows of one vector of AVX-512, of more, and the last that is solved beside others.
     for dtype, vocab_size in itertools.product(DTYPES.values(), (1, 7, 16, 17, 250, 256, 257, 4999)):
@@ -308,27 +307,6 @@ def test_gradient_along_another_dimension():
     logits = random_logits(3, 4, 2).double().requires_grad_()
     for entry in ENTRIES:
         assert torch.autograd.gradcheck(lambda x, entry=entry: getattr(fused_topk, entry)(x, 1), logits)
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_opcheck(native, entry, dtype):
-    logits = random_logits(3, 40, dtype=dtype, device=native.device).requires_grad_()
-    temperature = torch.full((3,), 0.7, device=native.device)
-    out_dtype = torch.float32 if entry == "logsumexp" else dtype
-    torch.library.opcheck(
-        torch.ops.fused_topk.full_rows.default,
-        (*LogitRows(logits, row_temperature=temperature), entry, out_dtype, native.name),
-    )
-
-
-def test_compiles_without_a_break(backend):
-    def run(x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(backend(entry, x * 2) for entry in ENTRIES)
-
-    logits = random_logits(3, 300, device=backend.device)
-    for got, want in zip(torch.compile(run, fullgraph=True, backend="aot_eager")(logits), run(logits)):
-        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("vocab_size", (500, 100_000, 400_000))
