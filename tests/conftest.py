@@ -83,6 +83,17 @@ def _no_counts():
         generation.stats(reset=True)
 
 
+# Repetitions of a plain test that take seconds each, by the test and the ids of its cases.
+REPETITIONS = {
+    "test_generation_overlap.py::test_any_interleaving_leaves_the_model_as_it_was": ("2", "3"),
+    "test_whole_step.py::test_families": ("Qwen2-1",),
+    "test_whole_step_encoder_decoders.py::test_families": ("Marian-1", "M2M100-1", "Pegasus-1"),
+    "test_whole_step_graphs.py::test_captured_steps_give_the_stock_sequences": ("Gemma2-4", "GPT2-1"),
+    # Gemma 2 has all that Llama has, and layers of a second kind.
+    "test_whole_step_layers.py::test_one_piece_serves_all_layers_and_shapes": ("Llama-1",),
+    "test_whole_step_memory.py::test_what_is_allowed_is_not_held": ("4",),
+}
+
 # Each of their values has a cover of the other parameters to itself.
 PLACES = ("backend", "native", "place")
 
@@ -97,7 +108,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases = [case for case in of_test if case.get_closest_marker("exhaustive") is None]
         covering = _covering(cases)
         for case in cases:
-            if case not in covering:
+            name, _, of_case = case.nodeid.rpartition("/")[2].rstrip("]").partition("[")
+            if case not in covering or of_case in REPETITIONS.get(name, ()):
                 case.add_marker("exhaustive")
 
 

@@ -25,7 +25,7 @@ KINDS = {
     "dtensors": "logits that are a DTensor, on a mesh of two dimensions (distributed_contract_checks.py)",
     "broadcast": "scalars, lower ranks, stride 0, other dimensions; few and many rows; bounds (test_contract.py)",
     "strides": "operands of a product, in each layout (test_contract.py)",
-    "gradients": "each subset of what may require a gradient; values and gradients in float64 (test_contract.py)",
+    "gradients": "each subset of what may require a gradient; values and gradients in float64 (test_contract.py); what torch sees (test_contract_torch.py)",
     "devices": "a tensor on another device (test_contract_errors.py)",
     "errors": "wrong types, values and shapes (test_contract_errors.py)",
 }

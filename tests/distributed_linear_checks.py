@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process of a group checks of an LM head's rows that they have between them (test_distributed_linear.py)."""
+"""What each process of a group checks of an LM head's rows that they have between them (test_distributed.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fused_topk
 from distributed_checks import columns, counted, frame, raises
-from fused_topk import TokenLogprobs, TopKLogits, distributed
+from fused_topk import TokenLogprobs, distributed
 from fused_topk.layout import linear_pieces as layout
 from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits
 from oracle import assert_topk, expected
@@ -64,27 +64,6 @@ def autocast(rank: int, size: int) -> None:
     for got, want in zip(own[1:], grads[1:]):
         assert got.dtype == torch.float32
         torch.testing.assert_close(own_rows(got, rank, size), own_rows(want, rank, size), rtol=2**-7, atol=2**-10)
-
-
-def settings_of_a_head(rank: int, size: int) -> None:
-    hidden, weight, bias = exact_head((2, 3), 20, 301, torch.float32)
-    logits = exact_logits(hidden, weight, bias)
-    mask = random_mask(6, 301, share=0.5).view(2, 3, 301)
-    mask[0, 1] = False
-    temperatures = (1.0, 0.7, torch.linspace(0.3, 2.0, 6).view(2, 3))
-    for normalize, temperature in itertools.product(("allowed", "all", "topk"), temperatures):
-        settings = {"normalize": normalize, "temperature": temperature}
-        for entry in ("linear_softmax_topk", "linear_log_softmax_topk"):
-            got = getattr(distributed, entry)(
-                hidden,
-                own_rows(weight, rank, size),
-                8,
-                own_rows(bias, rank, size),
-                mask=columns(mask, rank, size),
-                **settings,
-            )
-            want = expected(ENTRIES[entry], logits, 8, mask=mask, **settings)
-            assert_topk(got, want, logits, ENTRIES[entry], temperature=temperature)
 
 
 def shares_without_a_row(rank: int, size: int) -> None:
@@ -148,49 +127,6 @@ def tokens_of_a_head(rank: int, size: int) -> None:
             told,
             lambda: call(k=3, start=start) if rank == 0 else distributed.linear_log_softmax_topk(hidden, own[0], 3),
         )
-
-
-def gradients_of_a_head(rank: int, size: int) -> None:
-    """Of a loss that every process computes alike: each gets those of its rows, and the whole one of the hidden states."""
-    hidden, weight, bias = (x.double() for x in exact_head((2, 3), 20, 301, torch.float64))
-    tokens = torch.tensor([[0, 300, -1], [150, 7, 80]])
-    mask = random_mask(6, 301, share=0.8).view(2, 3, 301)
-    mask[0, 0, 100:] = False
-    start = first_row(301, rank, size)
-    factors = torch.linspace(-1, 2, 2 * 3 * 6, dtype=torch.float64).view(2, 3, 6)
-
-    def loss(found):
-        best = found.topk if isinstance(found, TokenLogprobs) else found
-        total = (best.values.where(best.values.isfinite(), 0.0) * factors).sum()
-        if isinstance(found, TopKLogits):
-            return total
-        total = total + found.logsumexp.square().sum()
-        if best is found:
-            return total
-        return total + 3 * found.logprobs.where(found.logprobs.isfinite(), 0.0).sum()
-
-    for entry, normalize, temperature, with_mask in itertools.product(
-        (*ENTRIES, "linear_token_logprobs"), ("allowed", "all", "topk"), (1.0, 0.7), (False, True)
-    ):
-        settings = {} if entry == "linear_topk" else {"normalize": normalize, "temperature": temperature}
-        if entry == "linear_token_logprobs" and normalize == "topk":
-            continue
-        whole = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-        own = [
-            hidden.clone().requires_grad_(),
-            *(own_rows(x, rank, size).clone().requires_grad_() for x in (weight, bias)),
-        ]
-        one = {**settings, "mask": mask if with_mask else None}
-        parts = {**one, "mask": columns(mask, rank, size) if with_mask else None}
-        if entry == "linear_token_logprobs":
-            given, one, parts = tokens, {**one, "k": 6}, {**parts, "k": 6, "start": start}
-        else:
-            given = 6
-        loss(getattr(fused_topk, entry)(whole[0], whole[1], given, whole[2], **one)).backward()
-        loss(getattr(distributed, entry)(own[0], own[1], given, own[2], **parts)).backward()
-        wanted = [whole[0].grad, *(own_rows(x.grad, rank, size) for x in whole[1:])]
-        for got, want in zip(own, wanted):
-            torch.testing.assert_close(got.grad, want, rtol=1e-9, atol=1e-9)
 
 
 def a_bounded_part_of_the_logits(rank: int, size: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process of a group checks of draws from columns that they have between them (test_distributed_sampling.py)."""
+"""What each process of a group checks of draws from columns that they have between them (test_distributed.py)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from kept import built, key
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports these once, for all processes that it forks.
-_CONTEXT.set_forkserver_preload(["pytest", "fused_topk.distributed"])
+_CONTEXT.set_forkserver_preload(["pytest", "fused_topk.distributed", "torch._dynamo", "torch.distributed.tensor"])
 
 
 def run(

@@ -82,24 +82,24 @@ def test_linear_backward_under_autocast_of_a_forward_without(backend):
     assert all(torch.equal(got, want) for got, want in zip(*grads, strict=True))
 
 
-def test_linear_compiled_under_autocast(backend):
+def test_linear_compiled_under_autocast(native):
     """One compiled function, called without autocast and under each kind."""
     torch._dynamo.reset()
-    hidden, weight, bias = exact_head(6, 24, 700, torch.float32, backend.device)
+    hidden, weight, bias = exact_head(6, 24, 700, torch.float32, native.device)
     weight.requires_grad_()
     hidden = hidden + 2**-12  # more than 16 bits hold
 
     def step(hidden, weight, bias):
-        best = backend("linear_topk", hidden, weight, 5, bias)
+        best = native("linear_topk", hidden, weight, 5, bias)
         return *best, torch.autograd.grad(best.values.sum(), weight)[0]
 
     compiled = torch.compile(
-        lambda *head: fused_topk.linear_topk(*head[:2], 5, head[2], backend=backend.name),
+        lambda *head: fused_topk.linear_topk(*head[:2], 5, head[2], backend=native.name),
         fullgraph=True,
         backend="aot_eager",
     )
     for to in (None, torch.bfloat16, torch.float16, None):
-        with torch.autocast(backend.device, dtype=to, enabled=to is not None):
+        with torch.autocast(native.device, dtype=to, enabled=to is not None):
             best = compiled(hidden, weight, bias)
             (grad,) = torch.autograd.grad(best.values.sum(), weight)
             want = step(hidden, weight, bias)

@@ -36,49 +36,6 @@ def distinct(*shape: int) -> torch.Tensor:
     return (torch.randperm(size, generator=generator).double() / 4 - size / 8).view(shape).requires_grad_()
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("normalize", NORMALIZE)
-@pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"], ids=str)
-@pytest.mark.parametrize("mask", [None, "bool", "packed"], ids=str)
-def test_row_topk_gradcheck(entry, normalize, temperature, mask):
-    settings = {}
-    if mask:
-        allowed = random_mask(2, 7, share=0.6)
-        allowed[:, 1:4] = True
-        settings["mask"] = packed(allowed) if mask == "packed" else allowed
-    if entry == "topk":
-        if normalize != "allowed" or temperature:
-            pytest.skip("topk has no such argument")
-    else:
-        rows = torch.tensor([0.5, 2.0], dtype=torch.float64)
-        settings |= {"normalize": normalize, "temperature": rows if temperature == "rows" else temperature}
-
-    def function(logits):
-        # Values, and the logsumexp where there is one.
-        return getattr(fused_topk, entry)(logits, 3, **settings)[::2]
-
-    assert torch.autograd.gradcheck(function, distinct(2, 7))
-
-
-@pytest.mark.parametrize("normalize", ["allowed", "all"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"], ids=str)
-@pytest.mark.parametrize("mask", [None, "bool", "packed"], ids=str)
-def test_beam_topk_gradcheck(normalize, temperature, mask):
-    scores = torch.tensor([[0.1, -1.3], [0.7, 0.25]], dtype=torch.float64, requires_grad=True)
-    settings = {"normalize": normalize}
-    settings["temperature"] = torch.rand(2, 2, dtype=torch.float64) + 0.5 if temperature == "rows" else temperature
-    if mask:
-        allowed = random_mask(2, 2, 7, share=0.6)
-        allowed[..., 1:4] = True
-        settings["mask"] = packed(allowed) if mask == "packed" else allowed
-
-    def function(logits, scores):
-        values, _, logsumexp = fused_topk.beam_topk(logits, scores, 5, **settings)
-        return values, logsumexp
-
-    assert torch.autograd.gradcheck(function, (distinct(2, 2, 7), scores))
-
-
 @pytest.mark.parametrize("dim", [0, 1])
 def test_row_topk_gradcheck_with_dim(dim):
     assert torch.autograd.gradcheck(lambda x: fused_topk.softmax_topk(x, 2, dim=dim)[::2], distinct(3, 4, 2))
@@ -117,17 +74,6 @@ def test_row_topk_gradient_of_one_output(entry, output):
     (gradient,) = torch.autograd.grad(got[output].square().sum(), logits)
     want = torch_topk(entry, logits, got.indices)[output // 2]
     torch.testing.assert_close(gradient, torch.autograd.grad(want.square().sum(), logits)[0])
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_row_topk_gradient_of_fewer_allowed_than_k(entry):
-    """A token that may not be chosen gets no gradient, also where it fills a place of the result."""
-    mask = torch.tensor([False, True, False, True, False])
-    logits = distinct(5)
-    values, _, *logsumexp = getattr(fused_topk, entry)(logits, 4, mask=mask)
-    (gradient,) = torch.autograd.grad(values[:2].sum() + sum(logsumexp), logits)
-    assert gradient.isfinite().all()
-    assert (gradient[~mask] == 0).all()
 
 
 def test_row_topk_gradient_through_a_large_offset():
@@ -201,26 +147,6 @@ def losses(backend):
     yield lambda x: backend("logsumexp", x).square().sum()
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("index", range(NUM_LOSSES))
-def test_transforms_of_torch_func(backend, index):
-    """grad, jacrev and vmap of them, against autograd one by one."""
-    loss = list(losses(backend))[index]
-    logits = random_logits(5, 3, 40, device=backend.device)
-    wants = []
-    for each in logits:
-        leaf = each.clone().requires_grad_()
-        wants.append(torch.autograd.grad(loss(leaf), leaf)[0])
-    want = torch.stack(wants)
-    torch.testing.assert_close(torch.func.grad(loss)(logits[0]), want[0])
-    torch.testing.assert_close(torch.func.jacrev(loss)(logits[0]), want[0])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(logits), want)
-    last = logits.movedim(0, -1)
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss), in_dims=-1)(last), want)
-    torch.testing.assert_close(torch.func.vmap(loss)(logits), torch.stack([loss(each) for each in logits]))
-    torch.testing.assert_close(torch.func.grad(lambda x: torch.func.vmap(loss)(x).sum())(logits), want)
-
-
 # Each takes seconds, and most share all of their code.
 @pytest.mark.parametrize(
     "index", [i if i % 3 == 0 else pytest.param(i, marks=pytest.mark.exhaustive) for i in range(NUM_LOSSES)]
@@ -235,15 +161,6 @@ def test_hessians_of_torch_func(backend, index):
         RuntimeError, match=r"got forward mode, which torch\.func\.hessian .* use torch\.func\.jacrev, twice"
     ):
         torch.func.hessian(loss)(logits)
-
-
-def test_vmap_over_what_stands_beside_the_logits():
-    logits, temperatures = random_logits(3, 40), torch.tensor([[0.5, 1.0, 2.0], [1.0, 1.0, 3.0]])
-    found = torch.func.vmap(lambda t: fused_topk.softmax_topk(logits, 4, temperature=t))(temperatures)
-    for each, t in zip(zip(*found, strict=True), temperatures, strict=True):
-        want = fused_topk.softmax_topk(logits, 4, temperature=t)
-        for a, b in zip(each, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

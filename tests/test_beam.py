@@ -7,8 +7,6 @@ respect to the log-probabilities that the same backend computes, and these are c
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -96,15 +94,6 @@ def test_beam_topk_mask(backend, normalize, form, share):
     check_beams(backend, logits, scores, 12, mask=mask, normalize=normalize)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 2.0, "rows"])
-def test_beam_topk_temperature(backend, temperature):
-    logits = random_logits(2, 3, 1000, device=backend.device)
-    scores = random_logits(2, 3, device=backend.device)
-    if temperature == "rows":
-        temperature = torch.rand(2, 3, device=backend.device) + 0.5
-    check_beams(backend, logits, scores, 12, temperature=temperature)
-
-
 @pytest.mark.parametrize("beams", [2, 3, 5, 8, 9])
 @pytest.mark.parametrize(("vocab_size", "share"), [(13, 0.8), (3001, 0.01)])
 def test_beam_topk_unequal_beams(backend, beams, vocab_size, share):
@@ -183,35 +172,3 @@ def test_beam_topk_infinite_scores(backend):
 def test_beam_topk_empty_batch(backend):
     got = backend("beam_topk", torch.empty(0, 3, 9, device=backend.device), torch.empty(0, 3, device=backend.device), 5)
     assert got.values.shape == got.indices.shape == (0, 5) and got.logsumexp.shape == (0, 3)
-
-
-def test_beam_topk_of_one_beam_is_log_softmax_topk(backend):
-    logits = random_logits(4, 1, 3001, device=backend.device)
-    got = backend("beam_topk", logits, torch.zeros(4, 1, device=backend.device), 7)
-    want = backend("log_softmax_topk", logits[:, 0], 7)
-    assert torch.equal(got.indices, want.indices) and torch.equal(got.values, want.values)
-
-
-def test_beam_topk_over_steps_finds_the_best_sequences(backend):
-    """A beam search over a small space, with as many beams as there are prefixes, is exhaustive."""
-    vocab_size, steps = 4, 3
-    tables = [random_logits(vocab_size**step, vocab_size, device=backend.device, seed=step) for step in range(steps)]
-    scores = torch.zeros(1, 1, device=backend.device)
-    prefixes = [()]
-    for table in tables:
-        rows = [sum(t * vocab_size**i for i, t in enumerate(reversed(p))) for p in prefixes]
-        best = backend("beam_topk", table[rows].unsqueeze(0), scores, len(prefixes) * vocab_size)
-        prefixes = [(*prefixes[i // vocab_size], i % vocab_size) for i in best.indices[0].tolist()]
-        scores = best.values
-    log_probs = [table.double().log_softmax(-1) for table in tables]
-
-    def score(sequence) -> float:
-        row, total = 0, 0.0
-        for token, table in zip(sequence, log_probs):
-            total += float(table[row, token])
-            row = row * vocab_size + token
-        return total
-
-    assert len(set(prefixes)) == vocab_size**steps
-    assert all(math.isclose(score(p), v, rel_tol=1e-5) for p, v in zip(prefixes, scores[0].tolist()))
-    assert scores[0].tolist() == sorted(scores[0].tolist(), reverse=True)

@@ -37,6 +37,7 @@ def test_folder_runs_wherever_it_is_called_from(tmp_path):
     assert "bench" in done.stdout and "publish" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_folder_says_what_it_lacks():
     code = "import sys, runpy; sys.modules['typer'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
     done = python("-c", code, FOLDER)

@@ -56,20 +56,8 @@ def test_cpu_instruction_sets_adversarial_rows(cpu, instruction_set, dtype, voca
 
 # Each width of the sorting network, k a power of two and not; rows that fill no group of elements, and the last routed.
 ROUTERS = [
-    (1, 1),
-    (2, 2),
-    (7, 3),
-    (8, 2),
-    (9, 8),
-    (16, 1),
-    (17, 6),
-    (60, 4),
-    (64, 8),
-    (160, 6),
-    (255, 5),
-    (256, 8),
-    (257, 8),
-]
+    (1, 1), (2, 2), (7, 3), (8, 2), (9, 8), (16, 1), (17, 6), (60, 4), (64, 8), (160, 6), (255, 5), (256, 8), (257, 8),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)

@@ -386,12 +386,3 @@ def test_row_topk_on_a_device_that_is_not_current(cuda):
         assert_same(TopK(*(x.to("cuda:0") for x in got)), cuda("softmax_topk", logits.to("cuda:0"), k))
     with pytest.raises(ValueError, match="mask"):
         cuda("softmax_topk", logits, 2, mask=torch.ones(logits.shape[-1], dtype=torch.bool, device="cuda:0"))
-
-
-def test_row_topk_refuses_a_mask_on_the_cpu(cuda):
-    with pytest.raises(ValueError, match="mask"):
-        cuda("softmax_topk", random_logits(2, 10, device="cuda"), 2, mask=torch.ones(10, dtype=torch.bool))
-    with pytest.raises(ValueError, match="temperature"):
-        cuda("softmax_topk", random_logits(2, 10, device="cuda"), 2, temperature=torch.ones(2))
-    with pytest.raises(ValueError, match="beam_scores"):
-        cuda("beam_topk", random_logits(2, 3, 10, device="cuda"), torch.zeros(2, 3), 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vocabulary over 1 to 4 processes on this machine. distributed_checks.py has what each process checks."""
+"""A vocabulary over 1 to 4 processes on this machine. distributed_*checks.py have what each process checks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 
 import distributed_checks
 import distributed_contract_checks
+import distributed_linear_checks
+import distributed_sampling_checks
 import fused_topk.distributed
 import processes
 from benchmark import results
@@ -21,33 +23,45 @@ from contract import parameters
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 
-CHECKS, CHECKS_OF_FOUR = (
-    [
+CHECKS = {
+    module: [
         name
         for name, check in vars(module).items()
         if inspect.isfunction(check)
         and list(inspect.signature(check).parameters) == ["rank", "size"]
         and name != "a_process_dies"
     ]
-    for module in (distributed_checks, distributed_contract_checks)
+    for module in (
+        distributed_checks,
+        distributed_linear_checks,
+        distributed_sampling_checks,
+        distributed_contract_checks,
+    )
+}
+# Those of contract.py are of two groups of two.
+OF_FOUR = [(distributed_contract_checks, check) for check in CHECKS[distributed_contract_checks]]
+OF_ANY = [(module, check) for module in list(CHECKS)[:-1] for check in CHECKS[module]]
+EACH_OF_FOUR, EACH = (
+    pytest.mark.parametrize(("module", "check"), checks, ids=lambda x: x if isinstance(x, str) else x.__name__)
+    for checks in (OF_FOUR, OF_ANY)
 )
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check):
-    processes.assert_passes("distributed_checks", check, 2, CHECKS)
+@EACH
+def test_two_processes(module, check):
+    processes.assert_passes(module.__name__, check, 2, CHECKS[module])
 
 
-@pytest.mark.parametrize("check", CHECKS_OF_FOUR)
-def test_four_processes(check):
-    processes.assert_passes("distributed_contract_checks", check, 4, CHECKS_OF_FOUR)
+@EACH_OF_FOUR
+def test_four_processes(module, check):
+    processes.assert_passes(module.__name__, check, 4, CHECKS[module])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 3, 4])
-@pytest.mark.parametrize("check", CHECKS)
-def test_other_numbers_of_processes(check, size):
-    processes.assert_passes("distributed_checks", check, size, CHECKS)
+@EACH
+def test_other_numbers_of_processes(module, check, size):
+    processes.assert_passes(module.__name__, check, size, CHECKS[module])
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])

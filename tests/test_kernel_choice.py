@@ -17,32 +17,9 @@ from test_cuda_compile import most_static_bytes
 
 ROWS = (1, 2, 3, 8, 37, 64, 132, 500, 1000, 2112, 4096, 100_000, 2**31 - 1)
 VOCABS = (
-    1,
-    2,
-    31,
-    32,
-    33,
-    64,
-    65,
-    128,
-    129,
-    255,
-    256,
-    257,
-    511,
-    512,
-    513,
-    1000,
-    1023,
-    1024,
-    1025,
-    2048,
-    4097,
-    32000,
-    50257,
-    128256,
-    151936,
-)
+    1, 2, 31, 32, 33, 64, 65, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 1023,
+    1024, 1025, 2048, 4097, 32000, 50257, 128256, 151936,
+)  # fmt: skip
 LONG_VOCABS = (2**20 - 1, 2**20, 2**20 + 1, 2**21 + 7, 2**25 + 3, 2**31 - 1)
 KS = (1, 2, 8, 9, 32, 33, 63, 64, 65, 128, 255, 256, 257, 1000, 1024, MAX_K)
 MULTIPROCESSORS = (1, 20, 132, 160)
@@ -344,8 +321,3 @@ def test_alternatives_are_choices_that_could_be_made():
             assert k < {1: 128, 8: 512, 16: 4096}[choice.warps]
             seen.add((choice.warps, choice.splits > 1))
     assert seen == {"short rows", (1, False), (8, False), (16, False), (16, True)}
-
-
-def test_kernel_choice_is_a_plain_tuple():
-    choice = choose(4, 1000, 5, 4, 132)
-    assert isinstance(choice, KernelChoice) and choice == choose(4, 1000, 5, 4, 132)

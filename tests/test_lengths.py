@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fused_topk
-from fused_topk import operators
+from fused_topk import TopK, operators
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, bits
 from rows import NAN, packed, random_logits, random_mask
@@ -95,44 +95,22 @@ def test_draws(backend, filters, temperature, vocab_size, masked):
     assert (got.tokens < lengths.clamp(min=1).unsqueeze(-1)).all() or masked
 
 
-def test_layouts(backend):
-    """Rows at any stride, lengths at any stride, the vocabulary anywhere, and results into `out`."""
-    lengths = torch.tensor([[3, 500], [0, 77], [500, 1]], device=backend.device)
+def test_out(backend):
+    """test_contract.py has strides of lengths, and other dimensions."""
+    lengths = torch.tensor([3, 500, 0], device=backend.device)
     with_nan, hidden = ragged(lengths, 500)
     want = backend("softmax_topk", hidden, 9)
-    wide = torch.full((3, 2, 520), NAN, device=backend.device)
-    wide[..., 3:503] = with_nan
-    apart = torch.stack([lengths, lengths + 1], -1)[..., 0]
-    assert not apart.is_contiguous()
-    assert_same(backend("softmax_topk", wide[..., 3:503], 9, lengths=apart), want)
-    assert_same(
-        backend("softmax_topk", with_nan.transpose(0, 1), 9, lengths=apart.T),
-        backend("softmax_topk", hidden.transpose(0, 1), 9),
-    )
-    moved = backend("softmax_topk", with_nan.movedim(-1, 0).contiguous(), 9, dim=0, lengths=lengths)
-    assert torch.equal(moved.indices.movedim(0, -1), want.indices)
-    out = tuple(torch.empty_like(x) for x in want)
+    out = TopK(*map(torch.empty_like, want))
     assert_same(backend("softmax_topk", with_nan, 9, lengths=lengths, out=out), want)
     with pytest.raises(ValueError, match=r"`out\.indices` must not overlap `lengths`"):
-        backend(
-            "softmax_topk",
-            with_nan[0, :, :],
-            2,
-            lengths=out[1].view(-1)[:2].zero_(),
-            out=(out[0].view(-1)[:4].view(2, 2), out[1].view(-1)[:4].view(2, 2), out[2].view(-1)[:2]),
-        )
+        backend("softmax_topk", with_nan, 9, lengths=out.indices[:, 0].zero_(), out=out)
 
 
 def test_empty_and_single_rows(backend):
-    assert backend(
-        "softmax_topk",
-        torch.empty(0, 9, device=backend.device),
-        2,
-        lengths=torch.empty(0, dtype=torch.int32, device=backend.device),
-    ).values.shape == (0, 2)
-    got = backend(
-        "topk", torch.tensor([NAN, 1.0], device=backend.device), 2, lengths=torch.tensor(0, device=backend.device)
-    )
+    none = torch.empty(0, 9, device=backend.device)
+    assert backend("softmax_topk", none, 2, lengths=none[:, 0].int()).values.shape == (0, 2)
+    row, length = torch.tensor([NAN, 1.0], device=backend.device), torch.tensor(0, device=backend.device)
+    got = backend("topk", row, 2, lengths=length)
     assert got.indices.tolist() == [0, 1] and got.values.tolist() == [-torch.inf, -torch.inf]
 
 
@@ -183,37 +161,6 @@ def test_gradient_of_a_row_of_length_zero_is_zero_in_its_logits():
         assert (x.grad == 0).all()
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-def test_vmap(mapped):
-    lengths = torch.tensor([[4, 12, 7], [1, 0, 12]])
-    with_nan, hidden = ragged(lengths if mapped else lengths[:1].expand(2, 3), 12)
-    dims = (0, 0 if mapped else None)
-    given = lengths if mapped else lengths[0]
-    got = torch.func.vmap(lambda x, n: fused_topk.softmax_topk(x, 3, lengths=n), dims)(with_nan, given)
-    assert_same(got, fused_topk.softmax_topk(hidden, 3))
-    same(
-        torch.func.vmap(lambda x, n: fused_topk.softmax(x, lengths=n), dims)(with_nan, given),
-        fused_topk.softmax(hidden),
-    )
-    scores = torch.zeros(2, 1, 3)
-    got = torch.func.vmap(lambda x, s, n: fused_topk.beam_topk(x, s, 3, lengths=n), (0, 0, 0 if mapped else None))(
-        with_nan.unsqueeze(1), scores, given.unsqueeze(-2)
-    )
-    assert torch.equal(got.indices.squeeze(1), fused_topk.beam_topk(hidden, scores.squeeze(1), 3).indices)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("call", CALLS)
-def test_compiled(call):
-    # Of a process that has compiled much before, the limit of recompilations is near.
-    torch._dynamo.reset()
-    lengths = torch.tensor([4, 12, 7])
-    with_nan, hidden = ragged(lengths, 12)
-    run = torch.compile(lambda x, n: tuple(CALLS[call](x, lengths=n)), fullgraph=True, backend="aot_eager")
-    for got, want in zip(run(with_nan, lengths), CALLS[call](hidden)):
-        assert torch.equal(got, want) if not got.is_floating_point() else same(got, want) is None
-
-
 def test_compiled_draws_and_clamped_lengths():
     """Of what is traced the values are not checked: they are clamped."""
     with_nan, hidden = ragged(torch.tensor([4, 0, 12]), 12)
@@ -221,30 +168,6 @@ def test_compiled_draws_and_clamped_lengths():
         lambda x, n: fused_topk.sample(x, lengths=n, seed=1).tokens, fullgraph=True, backend="aot_eager"
     )
     assert torch.equal(run(with_nan, torch.tensor([4, -5, 99])), fused_topk.sample(hidden, seed=1).tokens)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("form", [torch.int32, torch.int64], ids=str)
-def test_opcheck(backend, form):
-    # A row of length 0 has NaN, which opcheck takes for different.
-    lengths = torch.tensor([4, 12, 3], dtype=form, device=backend.device)
-    rows = LogitRows(random_logits(3, 12, device=backend.device), lengths=lengths)
-    torch.library.opcheck(torch.ops.fused_topk.row_topk.default, (*rows, 3, "softmax", "allowed", backend.name))
-    torch.library.opcheck(torch.ops.fused_topk.full_rows.default, (*rows, "softmax", torch.float32, backend.name))
-    request = (0, None, 1.0, None, 0.0, None, 1, None, 0, None, 1, 0, False, False, backend.name)
-    torch.library.opcheck(torch.ops.fused_topk.sample.default, (*rows, None, *request))
-
-
-def test_fake_and_meta_tensors():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        logits, lengths = torch.empty(3, 12), torch.empty(3, dtype=torch.int32)
-        assert fused_topk.softmax_topk(logits, 4, lengths=lengths).values.shape == (3, 4)
-        assert fused_topk.softmax(logits, lengths=lengths).shape == (3, 12)
-    logits, lengths = torch.empty(3, 12, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
-    assert fused_topk.topk(logits, 4, lengths=lengths).indices.shape == (3, 4)
-    assert fused_topk.logsumexp(logits, lengths=lengths).shape == (3,)
 
 
 def test_instruction_sets_agree():

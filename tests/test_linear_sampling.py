@@ -13,7 +13,6 @@ import torch
 import fused_topk
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import dispatch
-from fused_topk.rows import LogitRows
 from linear_heads import ALL_DTYPES, exact_head, exact_logits
 from oracle import DTYPES
 from rows import INF, NAN, packed, random_mask
@@ -180,23 +179,6 @@ def test_blocks_are_of_equal_rows_and_at_least_one():
         assert size == 1 or size * (vocab_size * logit_bytes + row_bytes) <= layout.SCRATCH_BYTES
         assert size * -(-rows // size) - rows < -(-rows // size)
     assert size == 1
-
-
-def test_compiled_and_fake(backend, monkeypatch):
-    hidden, weight, bias = exact_head((5,), 8, 700, torch.float32, backend.device)
-    weight.requires_grad_()
-    in_blocks(monkeypatch, 2)
-    seed = torch.arange(5, device=backend.device)
-
-    def step(hidden, weight, bias, seed):
-        return backend("linear_sample", hidden, weight, bias, top_k=20, top_p=0.9, seed=seed, topk=2)
-
-    got = torch.compile(step, fullgraph=True, backend="eager")(hidden, weight, bias, seed)
-    check(got, step(hidden, weight, bias, seed))
-    assert not got.logprobs.requires_grad
-    head = (*LogitRows(hidden), weight.detach(), bias)
-    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, False, backend.name)
-    torch.library.opcheck(torch.ops.fused_topk.linear_sample.default, (*head, *request))
 
 
 def test_a_graph_draws_anew_at_each_replay(cuda, monkeypatch):

@@ -260,10 +260,6 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("change", "error", "message"),
         [
-            (lambda p: p[0], TypeError, "`parts` must be a sequence of TopKState, got TopKState"),
-            (lambda p: [], ValueError, "`parts` must have at least one state"),
-            (lambda p: [p[0], 3], TypeError, r"`parts\[1\]` must be a TopKState, got int"),
-            (lambda p: [p[0], tuple(p[1])], TypeError, r"`parts\[1\]` must be a TopKState, got tuple"),
             (
                 lambda p: [p[0], p[1]._replace(logits=p[1].logits.int())],
                 TypeError,

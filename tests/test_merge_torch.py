@@ -5,34 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_topk
-from fused_topk import TopK, TopKState
+from fused_topk import TopK
 from fused_topk.rows import LogitRows
 from oracle import VALUES_OF, assert_same
 from rows import random_logits, random_mask
 from test_autograd import distinct
 from test_merge import ENTRIES, states
-
-
-def stacked(parts: list[TopKState]) -> list[torch.Tensor]:
-    return [torch.stack(x) for x in zip(*parts, strict=True)]
-
-
-@pytest.mark.parametrize("normalize", ["allowed", "all"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"], ids=str)
-@pytest.mark.parametrize("is_masked", [False, True], ids=["plain", "masked"])
-def test_topk_state_gradcheck(normalize, temperature, is_masked):
-    mask = random_mask(2, 7, share=0.6) if is_masked else None
-    t = torch.tensor([0.6, 1.7], dtype=torch.float64) if temperature == "rows" else temperature
-
-    def run(logits):
-        state = fused_topk.topk_state(logits, 3, temperature=t, mask=mask, normalize=normalize)
-        # A hidden candidate is -inf, from which no difference can be taken.
-        return state.logits.masked_fill(state.logits.isinf(), 0.0), state.m, state.d
-
-    torch.autograd.gradcheck(run, distinct(2, 7))
 
 
 @pytest.mark.parametrize("values", ["softmax", "log_softmax", "logits", "state"])
@@ -78,24 +58,6 @@ def test_gradients_are_those_of_the_unsharded_call(backend, entry, normalize):
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "values", ["softmax", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("log_softmax", "logits", "state"))]
-)
-@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.exhaustive), "rows"], ids=str)
-def test_opcheck(backend, values, temperature):
-    logits = random_logits(3, 40, device=backend.device).requires_grad_()
-    torch.library.opcheck(
-        torch.ops.fused_topk.row_topk.default,
-        (*LogitRows(logits, temperature=1.5), 4, "state", "allowed", backend.name),
-    )
-    parts = stacked(states(backend, logits.detach(), 4, [10, 20]))
-    parts = [x.requires_grad_(x.is_floating_point()) for x in parts]
-    t = torch.tensor([0.5, 1.0, 2.0], device=backend.device) if temperature == "rows" else None
-    for lengths in (None, torch.tensor([10, 10, 20], dtype=torch.int32, device=backend.device)):
-        arguments = (*parts, lengths, 6, 1.5, t, values, "allowed", backend.name)
-        torch.library.opcheck(torch.ops.fused_topk.merge_parts.default, arguments)
-
-
 def test_a_hidden_token_passes_on_no_gradient(backend):
     """Where fewer tokens are allowed than k, hidden ones are among the candidates, with the constant -inf."""
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=backend.device, requires_grad=True)
@@ -123,63 +85,6 @@ def test_what_an_operator_must_not_be_given(backend):
         torch.ops.fused_topk.row_topk(
             *LogitRows(logits, row_temperature=of_rows), 4, "softmax", "allowed", backend.name
         )
-
-
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
-def test_compile(backend, compiler):
-    torch._dynamo.reset()
-
-    def step(logits):
-        parts = states(backend, logits * 2, 5, [20, 30])
-        result = backend("merge_topk", parts, 5, kind="log_softmax")
-        return result.values.square().sum() + result.logsumexp.sum(), result.indices
-
-    compiled = torch.compile(step, fullgraph=True, backend=compiler)
-    gradients = []
-    for function in (step, compiled):
-        logits = random_logits(3, 50, device=backend.device).requires_grad_()
-        loss, indices = function(logits)
-        loss.backward()
-        gradients.append((loss.detach(), indices, logits.grad))
-    for eager, of_compiled in zip(*gradients, strict=True):
-        torch.testing.assert_close(of_compiled, eager, rtol=1e-5, atol=1e-5)
-
-
-def test_vmap_and_grad(backend):
-    logits = random_logits(4, 3, 60, device=backend.device)
-
-    def step(x):
-        result = backend("merge_topk", states(backend, x, 5, [20, 30]), 5, kind="log_softmax")
-        return result.values, result.indices, result.logsumexp
-
-    mapped = torch.func.vmap(step)(logits)
-    assert_same(TopK(*mapped), TopK(*step(logits)))
-    assert_same(TopK(*torch.func.vmap(step, in_dims=1, out_dims=1)(logits)), TopK(*step(logits)))
-
-    x = logits[0].clone().requires_grad_()
-    sum(y.sum() for y in step(x)[::2]).backward()
-    by_func = torch.func.grad(lambda y: sum(z.sum() for z in step(y)[::2]))(logits[0])
-    torch.testing.assert_close(by_func, x.grad)
-    per_row = torch.func.vmap(torch.func.grad(lambda y: sum(z.sum() for z in step(y)[::2])))(logits[0])
-    torch.testing.assert_close(per_row, x.grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_fake_tensors(dtype):
-    floating = torch.float64 if dtype == torch.float64 else torch.float32
-    with FakeTensorMode():
-        for device in ("cpu", "cuda"):
-            parts = [
-                fused_topk.topk_state(torch.empty(2, 3, size, dtype=dtype, device=device), 4, start=start)
-                for start, size in ((0, 50), (50, 3))
-            ]
-            assert [part.indices.shape for part in parts] == [(2, 3, 4), (2, 3, 3)]
-            state = fused_topk.merge_states(parts, 9)
-            assert state.logits.shape == (2, 3, 7) and state.logits.dtype == dtype
-            assert state.m.shape == state.d.shape == (2, 3) and state.m.dtype == state.d.dtype == floating
-            got = fused_topk.merge_topk(parts, 4)
-            assert got.values.shape == got.indices.shape == (2, 3, 4) and got.values.dtype == floating
-            assert all(x.device.type == device for x in (*state, *got))
 
 
 def test_inference_mode(backend):

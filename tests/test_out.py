@@ -276,17 +276,17 @@ def test_tensors_that_share_memory_are_found():
     assert found_apart > 300
 
 
-def test_calls_of_many_shapes_keep_no_tensor(backend):
+def test_calls_of_many_shapes_keep_no_tensor(native):
     """A cache of plans holds no memory of a device."""
     kinds = []
     for size in range(40, 100):
-        logits = random_logits(2, size, device=backend.device)
-        mask = torch.ones(2, size, dtype=torch.bool, device=backend.device)
-        backend("softmax_topk", logits, 3)
-        backend("softmax_topk", logits, 3, mask=mask, temperature=torch.ones(2, device=backend.device))
+        logits = random_logits(2, size, device=native.device)
+        mask = torch.ones(2, size, dtype=torch.bool, device=native.device)
+        native("softmax_topk", logits, 3)
+        native("softmax_topk", logits, 3, mask=mask, temperature=torch.ones(2, device=native.device))
         if size in (40, 99):
             del logits, mask
             gc.collect()
-            alive = [x for x in gc.get_objects() if type(x) is Tensor and x.device.type == backend.device]
+            alive = [x for x in gc.get_objects() if type(x) is Tensor and x.device.type == native.device]
             kinds.append(sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in alive}.values()))
     assert kinds[1] <= kinds[0]

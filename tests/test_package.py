@@ -41,16 +41,25 @@ def test_import_is_light():
     assert len(of_others) < 100, of_others
 
 
-def test_import_without_optional_packages():
-    """The functions work where none of the extras is installed."""
+def test_without_optional_packages():
+    """The functions and the commands work where none of the extras is installed. With a GPU the cause names the package."""
     code = """
-        import sys
-        for name in ("cupy", "transformers", "matplotlib", "typer", "rich", "tqdm"):
+        import contextlib, runpy, sys
+        for name in ("cupy", "transformers", "matplotlib", "typer", "click", "rich", "tqdm"):
             sys.modules[name] = None
         import torch, fused_topk
+        from fused_topk import backends
         print(fused_topk.softmax_topk(torch.tensor([1.0, 3.0, 2.0]), 2).indices.tolist())
+        for command in ("info", "cache"):
+            sys.argv[1:] = [command]
+            with contextlib.suppress(SystemExit):
+                runpy.run_module("fused_topk", run_name="__main__")
+        torch.cuda.is_available = lambda: True
+        print("cause:", backends.available()["cuda"])
     """
-    assert run_python(inspect.cleandoc(code)).strip() == "[1, 2]"
+    best, *shown, cause = run_python(inspect.cleandoc(code)).strip().splitlines()
+    assert best == "[1, 2]" and all(any(line.startswith(x) for line in shown) for x in ("backend cpu", "kernels"))
+    assert re.search(r"cause: CuPy.*cupy-cuda1[23]x\[ctk\]", cause)
 
 
 def test_unavailable_says_cause_and_remedy():
@@ -59,18 +68,6 @@ def test_unavailable_says_cause_and_remedy():
     assert available["reference"] is None
     for cause in available.values():
         assert cause is None or (isinstance(cause, str) and len(cause) > 20 and "\n" not in cause)
-
-
-def test_cuda_without_cupy_names_the_package():
-    code = """
-        import sys
-        sys.modules["cupy"] = None
-        import torch
-        torch.cuda.is_available = lambda: True
-        from fused_topk import backends
-        print(backends.available()["cuda"])
-    """
-    assert re.search(r"CuPy.*cupy-cuda1[23]x\[ctk\]", run_python(inspect.cleandoc(code)))
 
 
 def test_all_is_sorted_and_exists():

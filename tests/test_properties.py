@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fused_topk import TopK, TopKLogits
-from oracle import DTYPES, bits, check
+from oracle import DTYPES, check
 from rows import INF, NAN
 
 # A fixture that only names a backend may be shared by the examples.
@@ -87,36 +85,6 @@ def test_row_topk_negative_infinities_change_nothing(backend, problem, where, le
 
 
 @SETTINGS
-@given(problem=problems(), data=st.data())
-def test_topk_of_parts_merges_to_topk_of_the_row(backend, problem, data):
-    """Concatenating parts of a row is merging their states."""
-    row, k = problem
-    row = row.to(backend.device)
-    cut = data.draw(st.integers(0, len(row)))
-    parts = [(start, part) for start, part in ((0, row[:cut]), (cut, row[cut:])) if len(part)]
-    results = [(start, backend("topk", part, min(k, len(part)))) for start, part in parts]
-    values = torch.cat([result.values for _, result in results])
-    indices = torch.cat([result.indices + start for start, result in results])
-    # The lists one after another keep equal values in the order of their indices: the merge is a top-k of the lists.
-    of_lists = backend("topk", values, k)
-    want = backend("topk", row, k)
-    assert torch.equal(indices[of_lists.indices], want.indices)
-    assert torch.equal(bits(of_lists.values), bits(want.values))
-    logsumexp = torch.stack([backend("logsumexp", part).double() for _, part in parts]).logsumexp(0)
-    torch.testing.assert_close(logsumexp.float(), backend("logsumexp", row), rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-@SETTINGS
-@given(problem=problems(), data=st.data())
-def test_row_topk_smaller_k_is_a_prefix(backend, problem, data):
-    row, k = problem
-    smaller = data.draw(st.integers(1, k))
-    want = backend("topk", row.to(backend.device), k)
-    got = backend("topk", row.to(backend.device), smaller)
-    assert torch.equal(got.indices, want.indices[:smaller])
-
-
-@SETTINGS
 @given(row=finite_rows, offset=st.sampled_from([-8192.0, 8192.0]), k=st.integers(1, 2))
 def test_row_topk_common_offset_costs_nothing(backend, row, offset, k):
     # Multiples of 1/256 below 100 keep all their bits when 8192 is added.
@@ -124,13 +92,3 @@ def test_row_topk_common_offset_costs_nothing(backend, row, offset, k):
     got, want = backend("log_softmax_topk", x + offset, k), backend("log_softmax_topk", x, k)
     assert torch.equal(got.indices, want.indices)
     torch.testing.assert_close(got.values, want.values, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("entry", ["softmax_topk", "log_softmax_topk", "topk"])
-def test_row_topk_result_is_a_named_tuple(backend, entry):
-    result = backend(entry, torch.tensor([1.0, 3.0, 2.0], device=backend.device), 2)
-    is_of_logits = entry == "topk"
-    assert isinstance(result, TopKLogits if is_of_logits else TopK)
-    assert result._fields == ("values", "indices", "logsumexp")[: 2 if is_of_logits else 3]
-    values, indices, *logsumexp = result
-    assert indices.tolist() == [1, 2] and values.shape == (2,) and all(x.shape == () for x in logsumexp)

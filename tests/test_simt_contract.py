@@ -91,12 +91,23 @@ def test_every_argument(name):
         assert_close(call_there(name, given), exact(name, given), f"{name} {told}")
 
 
-@pytest.mark.parametrize("name", [name for name in functions("broadcast") if name != "linear_sample"])
+# One function of each family; the others launch the same kernels.
+FAMILIES = ("softmax_topk", "topk_state", "softmax", "merge_topk", "router_topk")
+PLAIN = (*FAMILIES, "beam_topk", "sample", "token_logprobs", "linear_token_logprobs")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in PLAIN else pytest.mark.exhaustive)
+        for name in functions("broadcast")
+        if name != "linear_sample"
+    ],
+)
 def test_what_broadcasts(name):
     """Of many rows by one function of each family. Of draws the mask, which alone reaches their kernels as it is given."""
-    families = ("softmax_topk", "topk_state", "softmax", "merge_topk", "router_topk")
     check_what_broadcasts(
-        call_there, name, (FEW, MANY) if name in families else (FEW,), only="mask" if name == "sample" else ""
+        call_there, name, (FEW, MANY) if name in FAMILIES else (FEW,), only="mask" if name == "sample" else ""
     )
 
 

@@ -128,7 +128,11 @@ def test_long_parts(monkeypatch):
         check(rows_of(9001)[:4], SETTINGS["temperature"], blocks=blocks)
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 1e-4}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"top_k": 20}, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ({"top_p": 0.99}, {"min_p": 1e-4}))],
+    ids=str,
+)
 def test_ties_and_noise_that_no_distribution_gives(settings):
     for vocab_size, blocks in ((24, 1), (2100, 2)):
         logits = torch.full((7, vocab_size), -INF)

@@ -332,16 +332,6 @@ def test_parameters_beyond_what_a_cpu_takes(settings):
         assert got.tokens[0].unique().numel() == 1
 
 
-def test_top_p_of_tokens_that_tie_with_the_kth():
-    """It is relative to all of them, of which the list has five. It keeps the first ones."""
-    logits, seed = torch.zeros(2, 700), torch.arange(2)
-    logits[:, 400] = 1.0
-    settings = {"top_k": 2, "top_p": 0.5}
-    got = draw(logits, settings, name_of=seed, kept=True, num_samples=20, longest=5)
-    check_draws(got.tokens, uniforms(seed, 20), kept_weights(logits, settings))
-    check_kept(got.kept, logits, settings)
-
-
 def test_rows_without_a_distribution():
     rows = torch.randn(5, 100, generator=torch.Generator().manual_seed(1))
     rows[0, 3], rows[1, 4], rows[2] = NAN, INF, -INF

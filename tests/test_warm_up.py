@@ -191,21 +191,11 @@ def test_without_a_gpu_there_is_nothing_to_do():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (((2, 10), 11), {}, r"`k` must satisfy 1 <= k <= 10"),
         (((2, 10),), {}, r"`k` must be given for softmax_topk"),
         (((2, 10), 0), {"functions": "topk_state"}, r"`k` must satisfy 1 <= k"),
         (((2, 10), -2), {"functions": "sample"}, r"`k` must satisfy -1 <= k for sample, got k=-2"),
-        (((2, 10), 2), {"functions": "top_k"}, r"`functions` must be one of"),
-        (
-            ((2, 10), 2),
-            {"functions": "linear_topk"},
-            r"of 'softmax_topk', .*'linear_topk', .* make one such call ahead",
-        ),
         (((2, 10), 2), {"functions": ["topk", "linear_sample"]}, r"'linear_sample', .* make one such call ahead"),
-        (((2, 10), 2), {"normalize": "none"}, r"`normalize` must be one of"),
         (((2, 3, 10), 2), {"functions": "beam_topk", "normalize": "topk"}, r"`normalize` must be 'allowed' or 'all'"),
-        (((2, 0), 2), {}, r"`shapes` must have at least one entry"),
-        (((-2, 10), 2), {}, r"`shapes` must have sizes of 0 or more, got \(-2, 10\)"),
         (([()], 2), {}, r"`shapes` must have the vocabulary"),
         (((2, 10), 2), {"functions": "beam_topk"}, r"`shapes` must be \(batch, beams, V\)"),
         (((2, 10), 2), {"device": "nonsense"}, r"`device` must name a device of torch, got 'nonsense'; .*\"cuda:0\""),
@@ -220,28 +210,15 @@ def test_what_the_functions_would_refuse_is_refused(arguments, options, message)
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((10, 2), {}, r"`shapes` must be one or several shapes .* got 10; pass \(rows, V\)"),
-        (("10", 2), {}, r"`shapes` must be one or several shapes .* got '10'"),
         ((torch.zeros(2, 10), 2), {}, r"`shapes` must be one or several shapes .* got tensor"),
         (((2, (3, 10)), 2), {}, r"`shapes` must be one or several shapes .* got 2"),
-        (((2.0, 10), 2), {}, r"`shapes` must be one or several shapes .* got 2.0"),
         (([(2, 10), ("3", 10)], 2), {}, r"`shapes` must be one or several shapes .* got \('3', 10\)"),
         (((True, 10), 2), {}, r"`shapes` must be one or several shapes .* got \(True, 10\)"),
         (((2, 10), "8"), {"functions": "sample"}, r"`k` must be an int, got str"),
         (((2, 10), None), {}, r"`k` must be an int, got NoneType"),
-        (((2, 10), 2), {"functions": None}, r"`functions` must be a str, got NoneType"),
-        (((2, 10), 2), {"functions": fused_topk.topk}, r"`functions` must be a str, got function"),
         (((2, 10), 2), {"functions": [fused_topk.topk]}, r"`functions` must be a str, got function"),
-        (((2, 10), 2), {"dtypes": "bfloat16"}, r"`dtypes` must be of float32, .* got 'bfloat16'"),
-        (
-            ((2, 10), 2),
-            {"dtypes": [torch.int64]},
-            r"`dtypes` must be of float32, .* got torch.int64",
-        ),
-        (((2, 10), 2), {"dtypes": None}, r"`dtypes` must be of float32, .* got None"),
+        (((2, 10), 2), {"dtypes": [torch.int64]}, r"`dtypes` must be of float32, .* got torch.int64"),
         (((2, 10), 2), {"mask": torch.ones(2, 10)}, r"`mask` must be a bool, got Tensor"),
-        (((2, 10), 2), {"ranks": "no"}, r"`ranks` must be a bool, got str"),
-        (((2, 10), 2), {"device": 0.5}, r"`device` must name a device of torch, got 0.5"),
     ],
 )
 def test_arguments_of_a_wrong_kind_are_refused(arguments, options, message):
