@@ -8,7 +8,6 @@ attribute of ours that refers to it, and its copies are not enabled.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import threading
@@ -338,9 +337,6 @@ def _served_or_stock(
         refuse(model)
         reason = str(declined)
     else:
-        if "encoder_outputs" in given:
-            # generate() writes to it, and may run again.
-            given["encoder_outputs"] = copy.copy(given["encoder_outputs"])
         try:
             return stock(*args, **given)
         except Declined as declined:
