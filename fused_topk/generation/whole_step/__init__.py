@@ -40,9 +40,10 @@ from .criteria import with_stop_strings
 from .entry import Checked, Loop, drop, release
 from .given_cache import cache_of
 from .parallel import refuse
-from .reasons import OF_FEW_LOGITS, Asked, Declined, decline_for, of_arguments, reads_few_logits
+from .reasons import HAS_CACHE_ARGUMENT, OF_FEW_LOGITS, Asked, Declined, decline_for, of_arguments, reads_few_logits
 
 __all__ = [
+    "HAS_CACHE_ARGUMENT",
     "OF_FEW_LOGITS",
     "Asked",
     "Checked",
