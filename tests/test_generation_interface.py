@@ -8,6 +8,7 @@ import copy
 import functools
 import gc
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -49,6 +50,22 @@ def test_a_block_within_an_enabled_model_leaves_it_enabled(model):
             run(model)
     assert given.topk == []
     assert run(model, do_sample=True)[1][:3] == (6, 0, {})
+
+
+@pytest.mark.parametrize("options", [{}, {"output_attentions": True}], ids=str)
+def test_a_warning_of_transformers_names_the_users_line(options, model):
+    def call():
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            # An enabled model and a plain one warn of this line.
+            cache = transformers.DynamicCache()
+            texts, _ = run(model, past_key_values=cache, **options)
+        lines = [(each.category, each.filename, each.lineno) for each in found]
+        return lines, cache.get_seq_length(), getattr(texts, "sequences", texts).tolist()
+
+    stock = call()
+    with fused_decoding(model):
+        assert call() == stock
 
 
 def test_calls_outside_generate_are_not_touched(model):

@@ -30,6 +30,8 @@ from fused_topk.generation.whole_step import compiled, reasons
 from whole_steps import OTHER_LAYERS, SERVED, family, whole
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+# What generate() calls a cache that it is given.
+NAME = "cache" if reasons.HAS_CACHE_ARGUMENT else "past_key_values"
 BEAMS = pytest.mark.parametrize("num_beams", [1, 3])
 compiling = functools.partial(fused_decoding, compile=True)
 
@@ -58,21 +60,21 @@ def with_more(inputs, sequences, number=4):
 
 def compare(model, inputs, cache, fused=whole, **options):
     """The result of a call that is given a cache, with stock's results in it and in the cache."""
-    given = {"past_key_values": copy.deepcopy(cache)}
+    given = copy.deepcopy(cache)
     options = {**OPTIONS, "return_dict_in_generate": True, "output_scores": True, **options}
     stats(reset=True)
     torch.manual_seed(1)
     with SmallerIndexFirst():
-        stock = model.generate(**inputs, **options, past_key_values=cache)
+        stock = model.generate(**inputs, **options, **{NAME: cache})
     torch.manual_seed(1)
     with fused(model):
-        found = model.generate(**inputs, **options, **given)
+        found = model.generate(**inputs, **options, **{NAME: given})
     steps = stats(reset=True)
     assert not steps.reasons, steps
     assert steps.whole > 0
     assert_same(stock, found, TOLERANCE)
     # It is the user's own.
-    assert_same_cache(cache, given["past_key_values"])
+    assert_same_cache(cache, given)
     return stock
 
 
@@ -156,7 +158,7 @@ def test_new_tokens_alone(num_beams):
 def declined(model, inputs, cache, **options):
     stats(reset=True)
     with whole(model):
-        model.generate(**inputs, **{**OPTIONS, **options}, past_key_values=cache)
+        model.generate(**inputs, **{**OPTIONS, **options, NAME: cache})
     return stats(reset=True).reasons
 
 
@@ -183,9 +185,9 @@ def test_a_call_that_is_declined_on_its_way_leaves_the_cache_to_stock(monkeypatc
     monkeypatch.setattr(Choices, "after", failing)
     model = family("Llama")
     inputs, stock, given = inputs_for(model), DynamicCache(), DynamicCache()
-    expected = model.generate(**inputs, **OPTIONS, past_key_values=stock)
+    expected = model.generate(**inputs, **OPTIONS, **{NAME: stock})
     with whole(model):
-        assert torch.equal(model.generate(**inputs, **OPTIONS, past_key_values=given), expected)
+        assert torch.equal(model.generate(**inputs, **OPTIONS, **{NAME: given}), expected)
     assert stats(reset=True).reasons == {"a reason": 1}
     assert_same_cache(stock, given)
 

@@ -173,6 +173,22 @@ def test_calls_at_once_share_nothing(model, traced):
     assert stats().compiled > 0 and stats().reasons.keys() <= {"another call of the same shape runs"}
 
 
+def test_a_call_within_a_call_of_the_same_shape_has_no_kept_step(model, traced):
+    inputs, found = inputs_for(model), []
+    options = {"do_sample": False, "max_new_tokens": 6}
+
+    def again(ids, scores):
+        found.append(model.generate(**inputs, **options))
+        return scores
+
+    stats(reset=True)
+    with compiling(model):
+        outer = model.generate(**inputs, **options, logits_processor=[again])
+    assert len(found) == 6 and all(torch.equal(each, outer) for each in found)
+    steps = stats(reset=True)
+    assert steps.compiled == 6 and steps.reasons == {"another call of the same shape runs": 6}
+
+
 def test_lengths_are_rounded_up_to_few():
     sizes = [rounded_up(length) for length in range(1, 3000)]
     assert all(size >= length for length, size in enumerate(sizes, 1))

@@ -244,6 +244,17 @@ def test_what_the_host_reads_is_on_a_cpu_whatever_the_users_default_device(monke
         assert copy.flag.device.type == copy.tokens.device.type == "cpu"
 
 
+def test_processes_of_a_group_wait_for_flags_no_longer_than_its_limit(monkeypatch):
+    asked = []
+    monkeypatch.setattr(graphs, "wait_for", lambda is_done, *of: asked.append((is_done(), *of)))
+    flag = graphs.EndFlag(True, group="a group")
+    goes_on = torch.tensor(True)
+    for _ in range(graphs.LATENESS + 1):
+        assert flag.goes_on(goes_on)
+    assert flag.now(goes_on)
+    assert asked == [(True, goes_on.device, "a group")] * 2
+
+
 def test_a_number_is_filled_in_not_copied_from_the_host():
     """As in the masks and the slopes of models of transformers up to 5.18."""
 

@@ -151,6 +151,14 @@ def test_hooks_of_all_modules(register, hook, model):
     assert_whole(model, **BEAMS)
 
 
+def test_processes_that_wait_for_each_other(model):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert_declined(model, "synced_gpus", synced_gpus=True, max_new_tokens=6)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_windows_of_the_cache_alone(num_beams, model):
     # Llama's attention knows none, but the cache that generate() makes for such a configuration forgets.

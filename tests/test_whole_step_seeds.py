@@ -23,7 +23,16 @@ from transformers import (
 )
 
 from captured import InVain, graphs_of
-from decoding import Recorder, SmallerIndexFirst, inputs_for, is_likely, one_thread, stats, tiny  # noqa: F401
+from decoding import (  # noqa: F401
+    Recorder,
+    SmallerIndexFirst,
+    assert_same,
+    inputs_for,
+    is_likely,
+    one_thread,
+    stats,
+    tiny,
+)
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import draws
 from whole_steps import encoder_decoder, family, source_for
@@ -221,6 +230,44 @@ def test_processors_and_criteria_of_the_users_are_called_as_in_stock(options, wa
         torch.testing.assert_close(scores, own_scores, rtol=0, atol=5e-5)
     for (ids, scores), (own_ids, own_scores) in zip(ends, criteria):
         assert torch.equal(ids, own_ids) and scores == own_scores
+
+
+class Returns(LogitsProcessor):
+    """A processor of a user's that writes to what it got, or to what it has returned, at the step before."""
+
+    def __init__(self, what):
+        self.what, self.before = what, None
+
+    def __call__(self, input_ids, scores):
+        if self.before is not None:
+            self.before.mul_(0.5)
+        result = scores + 1 if self.what == "returned" else scores
+        self.before = result
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 9}], ids=str)
+def test_returned_scores_are_those_of_their_step(options):
+    """Whatever a processor writes to, and though a captured step writes over its logits."""
+    model = family("Llama", 1)
+
+    def call(fused, what):
+        # Without beams stock's logits are those that the processors have written to.
+        has_logits = what is None or "num_beams" in options
+        of_result = {"return_dict_in_generate": True, "output_scores": True, "output_logits": has_logits}
+        with SmallerIndexFirst():
+            given = {"logits_processor": [] if what is None else [Returns(what)], "do_sample": False, **options}
+            return seeded(model, inputs_for(model, 3), fused, **given, **of_result, max_new_tokens=6)[0]
+
+    for what in (None, "got", "returned"):
+        expected = call(contextlib.nullcontext(), what)
+        stats(reset=True)
+        found = [call(fused_decoding(model), what)]
+        with graphs_of():
+            found.append(call(fused_decoding(model), what))
+        assert (stats().whole, stats().captured) == (12, 6)
+        for each in found:
+            assert_same(expected, each, 5e-5)
 
 
 def assert_both_ways(call):

@@ -8,10 +8,10 @@ attribute of ours that refers to it, and its copies are not enabled.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +27,7 @@ from ..tracing import is_traced
 from .options import FusedDecoding, Options, Request
 from .statistics import count_reason, count_stock
 from .whole_step import (
+    HAS_CACHE_ARGUMENT,
     OF_FEW_LOGITS,
     Asked,
     Checked,
@@ -116,7 +117,14 @@ def _wrapped(stock: Any, stock_of: Callable[[Any], Any]) -> Any:
 
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, stock_of(self), args, kwargs)
+        own = stock_of(self)
+        is_old = HAS_CACHE_ARGUMENT and "past_key_values" in kwargs and "cache" not in kwargs
+        if is_old and getattr(own, "__func__", None) is GenerationMixin.generate:
+            # transformers would name the line that calls it, which is one of this file.
+            message = f"`past_key_values` is deprecated for `{type(self).__name__}.generate`. Use `cache` instead."
+            warnings.warn(message, FutureWarning, stacklevel=2)
+            kwargs["cache"] = kwargs.pop("past_key_values")
+        return _run(self, own, args, kwargs)
 
     # As of stock's method: generate() with gradients.
     generate.__wrapped__ = inspect.unwrap(stock)
@@ -338,9 +346,6 @@ def _served_or_stock(
         refuse(model)
         reason = str(declined)
     else:
-        if "encoder_outputs" in given:
-            # generate() writes to it, and may run again.
-            given["encoder_outputs"] = copy.copy(given["encoder_outputs"])
         try:
             return stock(*args, **given)
         except Declined as declined:

@@ -30,7 +30,6 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
     shape, kept, store, compiled, graphs    steps for later calls of the same shape: captured as CUDA graphs, or compiled whole
     beams, texts, search, results    the state of a search, the loops, and what is returned
     draws                what stock generate() would draw, from the user's generator
-    streaming            the streamer of a call that may run twice
 
 Sequences are those of transformers, with ties to the smaller index. The cache that a call returns or adds to is that of
 transformers, too.
@@ -41,9 +40,10 @@ from .criteria import with_stop_strings
 from .entry import Checked, Loop, drop, release
 from .given_cache import cache_of
 from .parallel import refuse
-from .reasons import OF_FEW_LOGITS, Asked, Declined, decline_for, of_arguments, reads_few_logits
+from .reasons import HAS_CACHE_ARGUMENT, OF_FEW_LOGITS, Asked, Declined, decline_for, of_arguments, reads_few_logits
 
 __all__ = [
+    "HAS_CACHE_ARGUMENT",
     "OF_FEW_LOGITS",
     "Asked",
     "Checked",

@@ -28,7 +28,6 @@ from .row_form import decoder_of
 from .search import Search
 from .shape import Way
 from .store import Store
-from .streaming import Once
 from .twin import Snapshot, text_config, twin_of
 
 # Attributes of a model that do not change what it computes, or that this package puts there.
@@ -262,8 +261,7 @@ class Loop:
             if of_layers is not None:
                 count_reason(of_layers)
                 way = Way(False, True)
-        streamer = None if self._streamer is None else Once(self._streamer)
-        search = _search(ready, streamer, way, input_ids, plan, criteria, generation_config, inputs)
+        search = _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs)
         search = search._replace(topk=self._topk)
         if self._is_cache_given or generation_config.return_dict_in_generate:
             cache = given_cache.cache_of(inputs)
@@ -291,7 +289,7 @@ class Loop:
 
 def _search(
     ready: Ready,
-    streamer: Once | None,
+    streamer: Any,
     way: Way | None,
     ids: Tensor,
     plan: Plan,

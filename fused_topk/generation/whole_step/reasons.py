@@ -135,6 +135,8 @@ if _VERSION >= (5, 24):
     _KNOWN_METHODS += ("transformers.models.phi3.", "transformers.models.phimoe.")
 # Whether a call with a cache may be given the new tokens alone. Earlier versions do not all allow it.
 TAKES_NEW_TOKENS = _VERSION >= (5, 17)
+# Whether generate() calls a given cache `cache`, and warns of `past_key_values`.
+HAS_CACHE_ARGUMENT = _VERSION >= (5, 24)
 # Whether beam sampling goes on with the best of the tokens drawn, or, in earlier versions, with those drawn first.
 SORTS_DRAWN_BEAMS = _VERSION >= (5, 24)
 # The methods by which models write to transformers' caches, as they are when this package is imported.

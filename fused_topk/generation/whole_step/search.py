@@ -24,7 +24,6 @@ from .results import KeptOutputs, of_beams, of_texts
 from .row_form import decoder_of
 from .shape import Shape, Way, most_room
 from .store import Store
-from .streaming import Once
 from .texts import Texts
 from .walk import Walk
 
@@ -58,7 +57,8 @@ class Search(NamedTuple):
     # How the steps of this call are made; None where none is kept.
     way: Way | None
     head: Head | None
-    streamer: Once | None
+    # Gets the new tokens; None for none.
+    streamer: Any
     # The cache of transformers that gets the keys of the tokens that are read; None where the user does not ask for one.
     cache: Any = None
     # Whether the call is served only if its steps can be kept.
@@ -104,14 +104,11 @@ class Search(NamedTuple):
         return result
 
     def _run_by_some_way(self) -> Any:
-        number = 0 if self.streamer is None else self.streamer.num_put
         ways = [] if self.way is None else self.way.and_simpler()
         for way in ways:
             try:
                 return self._run_kept(way)
             except NotKept as error:
-                if self.streamer is not None:
-                    self.streamer.rewind(number)
                 if self.only_kept and way is ways[-1]:
                     raise Declined(str(error)) from error
                 count_reason(str(error))
