@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import fused_topk
-from fused_topk import distributed, generation
+from fused_topk import distributed, generation, gone
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("matplotlib", reason="the demos' tables are made beside their figures")
@@ -132,6 +132,20 @@ def test_api_pages_have_every_public_function(page, module):
 def test_picture_shows_the_published_runs():
     drawn = runpy.run_path(str(ROOT / "docs" / "pictures" / "step_time.py"))["drawn"]()
     assert (ROOT / "docs" / "pictures" / "step_time.svg").read_text() == drawn, "run docs/pictures/step_time.py"
+
+
+def test_documents_name_this_version():
+    for document in (README, *PAGES):
+        named = re.findall(r"fused_topk[- ](\d+\.\d+\.\d+)", document.read_text())
+        assert {*named} <= {fused_topk.__version__}, document.name
+    first = re.search(r"^## (\S+), \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first and first[1] == fused_topk.__version__
+
+
+def test_changes_name_what_is_gone():
+    changes = (ROOT / "CHANGELOG.md").read_text().split("## 0.1.0")[0]
+    for name in (*gone._ARGUMENTS, *gone._NAMES):
+        assert re.search(rf"\b{name.rpartition('.')[2]}\b", changes), name
 
 
 DOCUMENTS = sorted(
