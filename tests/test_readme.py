@@ -29,14 +29,17 @@ README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 # A python block, and the text block that follows it with nothing but blank lines between them.
 _BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\s*\n(?:\s*```text\n(?P<output>.*?)^```)?", re.MULTILINE | re.DOTALL)
-# Pages with a program for several processes, and a block with what each of these prints.
-_PROGRAMS = {"distributed.md", "generation.md"}
+# The programs of distributed.md for several processes, and what each process prints.
 _PROGRAM = re.compile(r"^```py\n(?P<code>.*?)^```.*?^```text\n(?P<output>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def _blocks(document: Path) -> list[tuple[str, str | None]]:
     text = document.read_text() if document.exists() else ""
     return [(match["code"], match["output"]) for match in _BLOCK.finditer(text)]
+
+
+def _programs() -> list[tuple[str, str]]:
+    return _PROGRAM.findall((ROOT / "docs" / "distributed.md").read_text())
 
 
 def _runs_here(code: str) -> bool:
@@ -84,7 +87,7 @@ def test_examples_print_what_they_say(document):
 def test_all_python_on_pages_is_run():
     for document in (README, *PAGES):
         fences = re.findall(r"^```(\w+)$", document.read_text(), re.MULTILINE)
-        assert fences.count("py") == (document.name in _PROGRAMS), document.name
+        assert fences.count("py") == (len(_programs()) if document.name == "distributed.md" else 0), document.name
         assert set(fences) <= {"python", "py", "text", "bash"}, document.name
 
 
@@ -103,7 +106,7 @@ def _printed_by_processes(folder: Path, name: str, code: str, *arguments: str) -
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 def test_the_example_of_several_processes_prints_what_it_says(tmp_path):
-    ((code, output),) = _PROGRAM.findall((ROOT / "docs" / "distributed.md").read_text())
+    (code, output), _ = _programs()
     assert _printed_by_processes(tmp_path, "sharded.py", code) == [output, output]
 
 
@@ -112,7 +115,7 @@ def test_the_example_of_several_processes_prints_what_it_says(tmp_path):
 def test_the_example_of_a_tensor_parallel_model_prints_what_it_says(tmp_path):
     pytest.importorskip("transformers", minversion="5.24", reason="earlier versions leave heads whole")
     pytest.importorskip("accelerate", reason="transformers loads tensor-parallel models with accelerate")
-    ((code, output),) = _PROGRAM.findall((ROOT / "docs" / "generation.md").read_text())
+    _, (code, output) = _programs()
     config = transformers.LlamaConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     assert _printed_by_processes(tmp_path, "parallel.py", code, "model") == [output, output]
