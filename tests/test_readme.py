@@ -184,6 +184,11 @@ def test_every_suite_of_a_file_is_shown_in_a_document(file):
     assert {record.suite for record in publish.read(file)} <= named | drawn | by_row
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_pages_stay_short(page):
+    assert len(page.read_text().splitlines()) <= 200
+
+
 def test_results_stay_small():
     assert sum(len(path.read_text().splitlines()) for path in (ROOT / "demos" / "results").iterdir()) <= 4000
 
