@@ -19,6 +19,8 @@ from whole_calls import COMPILED, CTRANSLATE2, STATIC, STOCK, SUITE, WHOLE, Call
 
 # Okabe and Ito's palette: its colours differ for every kind of colour vision. In the order in which bars are drawn.
 _COLORS = {WHOLE: "#009E73", COMPILED: "#0072B2", STATIC: "#999999", CTRANSLATE2: "#CC79A7"}
+# README.md's words.
+_LABELS = {WHOLE: "fused_topk", COMPILED: "fused_topk, compile=True"}
 _TEXT_LINES = 8
 
 
@@ -66,19 +68,26 @@ def save_plot(path: Path, title: str, records: Iterable[Record]) -> None:
         for (case, measure), ways in grid(record for record in records if record.suite == SUITE).items()
         if measure == "step"
     }
-    figure = Figure(figsize=(9, 1.6 + 0.75 * len(steps)), layout="constrained")
+    number_of_bars = sum(way in times for times in steps.values() for way in _COLORS)
+    figure = Figure(figsize=(9, 1.4 + 0.19 * number_of_bars + 0.17 * len(steps)), layout="constrained")
     axes = figure.subplots()
-    thick = 0.8 / len(_COLORS)
-    for place, times in enumerate(steps.values()):
-        for number, way in enumerate(way for way in _COLORS if way in times):
-            speed = times[STOCK] / times[way]
-            bars = axes.barh(place + number * thick, speed, 0.9 * thick, color=_COLORS[way], label=way)
-            axes.bar_label(bars, [f" {speed:.1f} ({times[way]:.2f} ms)"], fontsize=7)
     axes.axvline(1.0, color="#D55E00", label=STOCK)
+    above = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    place, middles = 0.0, []
+    for times in steps.values():
+        ways = [way for way in _COLORS if way in times]
+        middles.append(place + (len(ways) - 1) / 2)
+        for way in ways:
+            speed = times[STOCK] / times[way]
+            bars = axes.barh(place, speed, 0.9, color=_COLORS[way], label=_LABELS.get(way, way))
+            axes.bar_label(bars, [f"{speed:.1f} ({times[way]:.2f} ms)"], padding=4, fontsize=8, bbox=above)
+            place += 1
+        # A gap, which also has room for the two lines of a case's name.
+        place += 0.9
     names = [f"{case}\nstock {times[STOCK]:.2f} ms" for case, times in steps.items()]
-    axes.set_yticks([place + thick for place in range(len(names))], names, fontsize=8)
+    axes.set_yticks(middles, names, fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.2)
+    axes.margins(x=0.15, y=0.02)
     axes.set_xlabel("times as fast as stock, a step after the first token")
     legend = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=len(legend), frameon=False)

@@ -46,6 +46,7 @@ _PAGES = {
 
 def setup(app):
     app.connect("doctree-read", _link_pages)
+    app.connect("autodoc-process-signature", _without_gone)
     # A named tuple's docstring describes its fields; each field's own docstring is "Alias for field number 0".
     app.connect("autodoc-skip-member", lambda app, kind, name, member, skip, options: _is_field(member) or skip)
 
@@ -54,6 +55,11 @@ def _link_pages(app, doctree):
     """A link to a document elsewhere, which the repository's host follows, leads to its page."""
     for link in doctree.findall(pending_xref):
         link["reftarget"] = _PAGES.get(link["reftarget"], link["reftarget"])
+
+
+def _without_gone(app, kind, name, member, options, signature, returned):
+    """`**gone` is there for an error that names an old argument."""
+    return re.sub(r", \*\*gone: [~\w.]+", "", signature or "") or signature, returned
 
 
 def _is_field(member):

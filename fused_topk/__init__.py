@@ -5,7 +5,7 @@ from . import functional, gone
 from .functional import *  # noqa: F403 - the public functions, which functional/__init__.py lists
 from .problem import Kept, RouterTopK, Sample, TokenLogprobs, TopK, TopKLogits, TopKState
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["Kept", "RouterTopK", "Sample", "TokenLogprobs", "TopK", "TopKLogits", "TopKState", "__version__"]
 __all__ += functional.__all__

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import fused_topk
-from fused_topk import distributed, generation
+from fused_topk import distributed, generation, gone
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("matplotlib", reason="the demos' tables are made beside their figures")
@@ -29,14 +29,17 @@ README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 # A python block, and the text block that follows it with nothing but blank lines between them.
 _BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\s*\n(?:\s*```text\n(?P<output>.*?)^```)?", re.MULTILINE | re.DOTALL)
-# Pages with a program for several processes, and a block with what each of these prints.
-_PROGRAMS = {"distributed.md", "generation.md"}
+# The programs of distributed.md for several processes, and what each process prints.
 _PROGRAM = re.compile(r"^```py\n(?P<code>.*?)^```.*?^```text\n(?P<output>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def _blocks(document: Path) -> list[tuple[str, str | None]]:
     text = document.read_text() if document.exists() else ""
     return [(match["code"], match["output"]) for match in _BLOCK.finditer(text)]
+
+
+def _programs() -> list[tuple[str, str]]:
+    return _PROGRAM.findall((ROOT / "docs" / "distributed.md").read_text())
 
 
 def _runs_here(code: str) -> bool:
@@ -84,7 +87,7 @@ def test_examples_print_what_they_say(document):
 def test_all_python_on_pages_is_run():
     for document in (README, *PAGES):
         fences = re.findall(r"^```(\w+)$", document.read_text(), re.MULTILINE)
-        assert fences.count("py") == (document.name in _PROGRAMS), document.name
+        assert fences.count("py") == (len(_programs()) if document.name == "distributed.md" else 0), document.name
         assert set(fences) <= {"python", "py", "text", "bash"}, document.name
 
 
@@ -103,7 +106,7 @@ def _printed_by_processes(folder: Path, name: str, code: str, *arguments: str) -
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 def test_the_example_of_several_processes_prints_what_it_says(tmp_path):
-    ((code, output),) = _PROGRAM.findall((ROOT / "docs" / "distributed.md").read_text())
+    (code, output), _ = _programs()
     assert _printed_by_processes(tmp_path, "sharded.py", code) == [output, output]
 
 
@@ -112,7 +115,7 @@ def test_the_example_of_several_processes_prints_what_it_says(tmp_path):
 def test_the_example_of_a_tensor_parallel_model_prints_what_it_says(tmp_path):
     pytest.importorskip("transformers", minversion="5.24", reason="earlier versions leave heads whole")
     pytest.importorskip("accelerate", reason="transformers loads tensor-parallel models with accelerate")
-    ((code, output),) = _PROGRAM.findall((ROOT / "docs" / "generation.md").read_text())
+    _, (code, output) = _programs()
     config = transformers.LlamaConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     assert _printed_by_processes(tmp_path, "parallel.py", code, "model") == [output, output]
@@ -132,6 +135,20 @@ def test_api_pages_have_every_public_function(page, module):
 def test_picture_shows_the_published_runs():
     drawn = runpy.run_path(str(ROOT / "docs" / "pictures" / "step_time.py"))["drawn"]()
     assert (ROOT / "docs" / "pictures" / "step_time.svg").read_text() == drawn, "run docs/pictures/step_time.py"
+
+
+def test_documents_name_this_version():
+    for document in (README, *PAGES):
+        named = re.findall(r"fused_topk[- ](\d+\.\d+\.\d+)", document.read_text())
+        assert {*named} <= {fused_topk.__version__}, document.name
+    first = re.search(r"^## (\S+), \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first and first[1] == fused_topk.__version__
+
+
+def test_changes_name_what_is_gone():
+    changes = (ROOT / "CHANGELOG.md").read_text().split("## 0.1.0")[0]
+    for name in (*gone._ARGUMENTS, *gone._NAMES):
+        assert re.search(rf"\b{name.rpartition('.')[2]}\b", changes), name
 
 
 DOCUMENTS = sorted(
@@ -165,6 +182,11 @@ def test_every_suite_of_a_file_is_shown_in_a_document(file):
     # Tables whose rows name their cases.
     by_row = {"h200.csv": {"ladder"}, "cpu.csv": {"vLLM"}}.get(file.name, set())
     assert {record.suite for record in publish.read(file)} <= named | drawn | by_row
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_pages_stay_short(page):
+    assert len(page.read_text().splitlines()) <= 200
 
 
 def test_results_stay_small():
