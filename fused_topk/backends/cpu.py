@@ -19,6 +19,7 @@ from ..problem import (
     RouterTopK,
     Sample,
     SampleProblem,
+    TokenSumsProblem,
     TopK,
     TopkProblem,
 )
@@ -237,6 +238,22 @@ def target_ranks(problem: RankProblem, out: Tensor, instruction_set: str = "") -
         targets.shape[-1],
         counts_ties,
         out.data_ptr(),
+        _num_threads(),
+    )
+
+
+def token_sums(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor, instruction_set: str = "") -> None:
+    """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
+    rows, tokens, normalize, has_tail = problem
+    _cpu.token_sums(
+        _layout_of(rows, instruction_set),
+        _addresses_of(rows),
+        tokens.data_ptr(),
+        tokens.shape[-1],
+        normalize == "all",
+        has_tail,
+        sums.data_ptr(),
+        token_logits.data_ptr(),
         _num_threads(),
     )
 

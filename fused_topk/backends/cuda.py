@@ -31,10 +31,12 @@ from ..problem import (
     RouterTopK,
     Sample,
     SampleProblem,
+    TokenSumsProblem,
     TopK,
     TopkProblem,
 )
 from ..rows import LogitRows, RowsLayout
+from . import reference
 from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 
 _write_rows_of_draws = rows_writer(SampleRows)
@@ -282,6 +284,11 @@ def target_ranks(problem: RankProblem, out: Tensor) -> None:
     arguments = (driver.argument(filled), driver.argument(bytes(wanted)))
     function = driver.function(index, launch.rank_kernel(logits.dtype))
     driver.call(function, (count, blocks), launch.RANK_THREADS, arguments, index)
+
+
+def token_sums(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
+    """See :class:`protocol.Backend`. By operations of torch."""
+    reference.token_sums(problem, sums, token_logits)
 
 
 def _prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[LogitRows], TopK]:

@@ -17,6 +17,7 @@ from ..problem import (
     RouterTopK,
     Sample,
     SampleProblem,
+    TokenSumsProblem,
     TopK,
     TopkProblem,
 )
@@ -74,3 +75,6 @@ class Backend(Protocol):
 
     def target_ranks(self, problem: RankProblem, out: Tensor) -> None:
         """Counts for each target the tokens of its row that do not rank behind it, and writes `out`."""
+
+    def token_sums(self, problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
+        """Adds the rows to their `sums`, and writes the logits of the tokens that are in them."""

@@ -17,11 +17,13 @@ from ..problem import (
     RouterProblem,
     Sample,
     SampleProblem,
+    TokenSumsProblem,
     TopK,
     TopkProblem,
 )
 from ..rows import LogitRows
 from ..scale import Scale
+from ..token_sums import TokenSums, without
 from . import reference_routing, reference_sampling
 from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 from .reference_rows import gather, order_keys, ranking, working_dtype
@@ -89,6 +91,21 @@ def target_ranks(problem: RankProblem, out: Tensor) -> None:
         key = keys.gather(-1, token)
         counts = keys >= key if counts_ties else (keys > key) | ((keys == key) & (places <= token))
         out[..., i].copy_(counts.sum(-1).where(target.squeeze(-1) >= 0, 0))
+
+
+def token_sums(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
+    """The sums of whole rows, merged with those that are there."""
+    rows, tokens, normalize, has_tail = problem
+    dtype = working_dtype(rows.logits)
+    scale = rows.scale().with_nan(dtype)
+    allowed = rows.counted()
+    x = (allowed if normalize == "allowed" else rows.counted(normalize)).to(dtype)
+    rest = without(allowed.to(dtype), tokens) if has_tail else x[..., :1]
+    before = TokenSums.of(sums.to(dtype))
+    sums.copy_(torch.stack(before.merged(TokenSums.of_logits(x, rest, scale), scale), -1))
+    last = rows.logits.shape[-1] - 1
+    is_here = (tokens >= 0) & (tokens <= last)
+    token_logits.copy_(gather(allowed, tokens.clamp(0, last)).where(is_here, token_logits))
 
 
 def row_topk(problem: TopkProblem, out: TopK) -> None:

@@ -195,7 +195,7 @@ def linear_token_logprobs(
     best, indices, logsumexp, logprobs = found
     if tokens.dim() < hidden.dim():
         logprobs = logprobs.squeeze(-1)
-    return TokenLogprobs(logprobs, logsumexp, None, TopK(best, indices, logsumexp) if k else None)
+    return TokenLogprobs(logprobs, logsumexp, None, None, None, TopK(best, indices, logsumexp) if k else None)
 
 
 class _Settings(NamedTuple):

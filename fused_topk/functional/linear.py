@@ -244,7 +244,7 @@ def linear_token_logprobs(
     if tokens.dim() < hidden.dim():
         logprobs, of_ranks = logprobs.squeeze(-1), of_ranks.squeeze(-1)
     topk = TopK(best, indices, logsumexp) if k else None
-    return TokenLogprobs(logprobs, logsumexp, of_ranks if ranks else None, topk)
+    return TokenLogprobs(logprobs, logsumexp, of_ranks if ranks else None, None, None, topk)
 
 
 def _linear(

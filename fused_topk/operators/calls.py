@@ -16,6 +16,7 @@ from ..rows import LogitRows
 from . import full_rows as of_full_rows
 from . import merging, ranks, routing, transforms
 from . import row_topk as of_row_topk
+from . import token_spread as of_token_spread
 from .dispatch import need_dispatcher, way_of_call
 
 # These are looked up once, not at every call.
@@ -26,6 +27,7 @@ _full_rows = torch.ops.fused_topk.full_rows.default
 _router_topk = torch.ops.fused_topk.router_topk.default
 _router_topk_out = torch.ops.fused_topk.router_topk_out.default
 _target_ranks = torch.ops.fused_topk.target_ranks.default
+_token_spread = torch.ops.fused_topk.token_spread.default
 _merge_parts = torch.ops.fused_topk.merge_parts.default
 
 
@@ -62,6 +64,17 @@ def target_ranks(rows: LogitRows, targets: Tensor, counts_ties: bool, backend: s
     run = way_of_call(ranks.target_ranks, _target_ranks, transforms.TargetRanks.apply, *rows.tensors(), targets)
     result: Tensor = run(*rows, targets, counts_ties, backend)
     return result
+
+
+def token_spread(
+    rows: LogitRows, tokens: Tensor, normalize: str, has_tail: bool, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """The entropy and the tail of each row. tokens: (..., n)."""
+    run = way_of_call(
+        of_token_spread.token_spread, _token_spread, transforms.TokenSpread.apply, *rows.tensors(), tokens
+    )
+    entropy, tail = run(*rows, tokens, normalize, has_tail, backend)
+    return entropy, tail
 
 
 def router_topk(

@@ -19,6 +19,7 @@ from . import full_rows as full_rows  # the operators that these Functions call
 from . import gradients, linear, merging, routing
 from . import ranks as ranks
 from . import row_topk as row_topk
+from . import token_spread as token_spread
 
 
 def _at_front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -64,6 +65,10 @@ def _dim_of_normalizer(values: str) -> int:
 
 def _map_one(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
     return run(*_mapped(info, in_dims, arguments)), 0
+
+
+def _map_two(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    return run(*_mapped(info, in_dims, arguments)), (0, 0)
 
 
 def _map_beams(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -152,6 +157,7 @@ TargetRanks = _function(
     lambda ctx, inputs, output: ctx.mark_non_differentiable(output),
     lambda ctx, gradient: (None,) * (ROWS_FIELDS + 3),
 )
+TokenSpread = _function("token_spread", _map_two, token_spread.setup_context, token_spread.backward)
 LinearTopk = _function(
     "linear_topk",
     _map_heads,
