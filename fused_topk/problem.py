@@ -148,11 +148,12 @@ class LinearProblem(NamedTuple):
 
 
 class LogitGradientProblem(NamedTuple):
-    """A request for the gradient of a loss with respect to some rows' logits x: (coefficient * exp((x - m) / T) + what is listed
-    for the token) / T."""
+    """A request for the gradient of a loss with respect to some rows' logits x. With z = (x - m) / T it is
+    ((coefficient + slope * z) * exp(z) + what is listed for the token) / T."""
 
-    m: Tensor  # (rows,) float32, contiguous, as coefficient
+    m: Tensor  # (rows,) float32, contiguous, as coefficient and slope
     coefficient: Tensor  # (rows,)
+    slope: Tensor | None  # (rows,); None: 0
     # (rows, length) int64, contiguous, each row sorted: a token (negative for none) in the upper 32 bits, a float32 amount in the
     # lower ones. A token may be listed several times.
     listed: Tensor

@@ -309,7 +309,7 @@ class _Head(torch.autograd.Function):
         state = normalizer.movedim(0, -1).contiguous()
         if weight.shape[0]:
             run: Any = _linear_topk_backward if need_dispatcher(hidden, weight, bias) else linear.linear_topk_backward
-            found = run(*head, own, state, chosen, of_targets, grad_normalizer, backend, wanted)
+            found = run(*head, own, state, chosen, of_targets, grad_normalizer, None, None, backend, wanted)
         else:
             # Contiguous, as the gradients of the other processes are: a sum over processes adds elements by their places in memory.
             found = tuple(
@@ -333,7 +333,10 @@ def _state(head: LinearProblem, k: int, backend: str | None) -> tuple[TopK, Tens
         needs_torch = need_dispatcher(*rows.tensors(), weight, bias, targets)
         run: Any = _linear_topk if needs_torch else linear.linear_topk
         call = (*rows, weight, bias, targets, normalize)
-        logits, indices, _, of_targets, _, normalizer = run(*call, held, "state", backend, None, True)
+        logits, indices, _, of_targets, _, normalizer, *_ = run(
+            *call, held, "state", backend, None, True, False, False, False
+        )
+        normalizer = normalizer[..., :2]
         if head.targets is not None:
             own_logits = of_targets.to(hidden.dtype)
     else:

@@ -20,6 +20,7 @@ from . import gradients, linear, merging, routing
 from . import ranks as ranks
 from . import row_topk as row_topk
 from . import token_spread as token_spread
+from .linear_pieces import Wanted
 
 
 def _at_front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -85,8 +86,19 @@ def _map_heads(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
     mapped = _mapped(info, in_dims, arguments)
     mapped[weight], mapped[bias] = arguments[weight], arguments[bias]
     # An empty tensor in the place of a result that nobody asked for is not mapped.
-    has_targets, (values, _, ties, keeps_state) = arguments[targets] is not None, arguments[-4:]
-    is_mapped = (True, True, values != "logits", has_targets, ties is not None, keeps_state)
+    wanted = Wanted(*arguments[-len(Wanted._fields) :])
+    has_targets, has_spread = arguments[targets] is not None, wanted.values != "state"
+    is_mapped = (
+        True,
+        True,
+        wanted.values not in ("logits", "state"),
+        has_targets,
+        wanted.ties is not None,
+        wanted.keeps_state,
+        wanted.entropy and has_spread,
+        wanted.tail and has_spread,
+        wanted.keeps_logits,
+    )
     return run(*mapped), tuple(0 if x else None for x in is_mapped)
 
 
