@@ -72,12 +72,16 @@ class TokenLogprobs(NamedTuple):
         logprobs: float32 log-probabilities of the given tokens, of their shape, (...) or (..., n); NaN where there is none.
         logsumexp: float32 log of the sum of the exponentials of the scaled logits, shape (...).
         ranks: int64 ranks of the tokens, of their shape: 1 for the best token; 0 where there is none.
+        entropy: float32 entropy in nats of the distribution that the log-probabilities are of, shape (...).
+        tail: float32 log of the probability of all allowed tokens that are not among the row's given ones, shape (...).
         topk: the row's best tokens with their log-probabilities.
     """
 
     logprobs: Tensor
     logsumexp: Tensor
     ranks: Tensor | None
+    entropy: Tensor | None
+    tail: Tensor | None
     topk: TopK | None
 
 
@@ -144,11 +148,12 @@ class LinearProblem(NamedTuple):
 
 
 class LogitGradientProblem(NamedTuple):
-    """A request for the gradient of a loss with respect to some rows' logits x: (coefficient * exp((x - m) / T) + what is listed
-    for the token) / T."""
+    """A request for the gradient of a loss with respect to some rows' logits x. With z = (x - m) / T it is
+    ((coefficient + slope * z) * exp(z) + what is listed for the token) / T."""
 
-    m: Tensor  # (rows,) float32, contiguous, as coefficient
+    m: Tensor  # (rows,) float32, contiguous, as coefficient and slope
     coefficient: Tensor  # (rows,)
+    slope: Tensor | None  # (rows,); None: 0
     # (rows, length) int64, contiguous, each row sorted: a token (negative for none) in the upper 32 bits, a float32 amount in the
     # lower ones. A token may be listed several times.
     listed: Tensor
@@ -235,6 +240,16 @@ class RankProblem(NamedTuple):
     counts_ties: (
         bool  # whether a rank counts all tokens that tie with the target, or only those up to the target's index
     )
+
+
+class TokenSumsProblem(NamedTuple):
+    """A checked request for the sums of token_sums.py. A backend adds the rows to a tensor (..., 5) that has the sums of the rows'
+    parts before, and writes the logits of the tokens that are here, -inf for a hidden one, into another; both are contiguous."""
+
+    rows: LogitRows
+    tokens: Tensor  # (..., n) int64, contiguous; one that is out of range is none
+    normalize: str  # "all": m, d and s are of the whole row, whatever the mask hides; else "allowed"
+    tail: bool  # whether the sums of the rest are wanted
 
 
 class RouterTopK(NamedTuple):

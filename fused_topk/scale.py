@@ -26,20 +26,20 @@ class Scale(NamedTuple):
         """x / T"""
         return x / self._divisor()
 
-    def log_weight(self, x: Tensor, m: Tensor) -> Tensor:
-        """(x - m) / T"""
-        return (x - m) / self._divisor()
+    def log_weight(self, x: Tensor, m: Tensor, out: Tensor | None = None) -> Tensor:
+        """(x - m) / T. out: a tensor to compute it in, which may be x."""
+        return torch.div(torch.sub(x, m, out=out), self._divisor(), out=out)
 
     def weight(self, x: Tensor, m: Tensor, out: Tensor | None = None) -> Tensor:
-        """exp((x - m) / T). out: a tensor to compute it in, which may be x."""
-        return torch.exp(torch.div(torch.sub(x, m, out=out), self._divisor(), out=out), out=out)
+        """exp((x - m) / T). out: as for log_weight()."""
+        return torch.exp(self.log_weight(x, m, out), out=out)
 
     def logsumexp(self, m: Tensor, d: Tensor) -> Tensor:
         """m / T + log d"""
         return m / self._divisor() + d.log()
 
     def back(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        """The gradient of the logits, given that of the scaled logits. out: as for weight()."""
+        """The gradient of the logits, given that of the scaled logits. out: as for log_weight()."""
         return torch.div(gradient, self._divisor(), out=out)
 
     def with_nan(self, dtype: torch.dtype) -> Scale:

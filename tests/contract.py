@@ -190,6 +190,9 @@ ARGUMENTS = {
     "logprobs": Argument("groups gradients errors", lambda case: {"kept": "kept"}, (None, 5), ("none",)),
     "kept": Argument("groups gradients errors", lambda case: {"yes": True}, **_FLAG),
     "ranks": Argument("gradients errors", lambda case: {"yes": True}, **_FLAG),
+    "entropy": Argument("gradients errors", lambda case: {"yes": True}, **_FLAG),
+    "tail": Argument("gradients errors", lambda case: {"yes": True}, **_FLAG),
+    "recompute": Argument("gradients errors", lambda case: {"no": False}, **_FLAG),
     # Where.
     "dim": Argument("broadcast dtensors errors", lambda case: {}, _NOT_INTS[:4], (3, -4)),
     "out": Argument("dtensors devices errors", lambda case: {}, (3, "abc", lambda x: x[0], lambda x: x[:1], lambda x: (*x, x[0]), lambda x: tuple(y.to(torch.int16) for y in x)), (lambda x: tuple(y.unsqueeze(0) for y in x),)),

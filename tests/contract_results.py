@@ -120,7 +120,7 @@ def exact(name: str, given: dict[str, Any]) -> list[Tensor]:
         m = base.gather(-1, order[..., :1] if base is counted else base.detach().max(-1, keepdim=True).indices)
         return [best, indices + given.get("start", 0), m.squeeze(-1), ((base - m) / t).exp().sum(-1)]
     if name.endswith("token_logprobs"):
-        return _of_tokens(given, counted, log_probs, logsumexp, order)
+        return _of_tokens(given, counted, log_probs, base / t - logsumexp.unsqueeze(-1), logsumexp, order)
     values = best
     kind = given.get("kind", "softmax") if name == "merge_topk" else name.removeprefix("linear_")
     if kind not in ("topk", "logits"):
@@ -132,9 +132,9 @@ def exact(name: str, given: dict[str, Any]) -> list[Tensor]:
 
 
 def _of_tokens(
-    given: dict[str, Any], counted: Tensor, log_probs: Tensor, logsumexp: Tensor, order: Tensor
+    given: dict[str, Any], counted: Tensor, log_probs: Tensor, over: Tensor, logsumexp: Tensor, order: Tensor
 ) -> list[Tensor]:
-    """Of several tokens a row."""
+    """Of several tokens a row. over: the log-probabilities of all tokens that the normalizer counts."""
     tokens, k = given["tokens"], given["k"]
     places = tokens.clamp(min=0)
     found = [log_probs.gather(-1, places).where(tokens >= 0, NAN), logsumexp]
@@ -144,6 +144,11 @@ def _of_tokens(
         if given.get("ties") != "last":
             counts = counts & (torch.arange(V) <= places.unsqueeze(-1))
         found.append((counts | (counted.unsqueeze(-2) > own)).sum(-1).where(tokens >= 0, 0))
+    if given.get("entropy"):
+        found.append(-(over.exp() * over.where(over != -INF, 0.0)).sum(-1))
+    if given.get("tail"):
+        is_given = (torch.arange(V) == tokens.unsqueeze(-1)).any(-2)
+        found.append(log_probs.masked_fill(is_given, -INF).logsumexp(-1))
     return [*found, log_probs.gather(-1, order[..., :k]), order[..., :k], logsumexp] if k else found
 
 

@@ -203,7 +203,7 @@ def test_linear_native_kernel(cpu, instruction_set, dtype):
             head = LinearProblem(
                 LogitRows(hidden, row_temperature=temperature, mask=allowed), weight, bias, None, normalize
             )
-            out = linear_pieces.empty_result(hidden, k, "log_softmax", None, False, True)
+            out = linear_pieces.empty_result(head, linear_pieces.Wanted(k, "log_softmax", keeps_state=True))
             best = TopK(*out[:3])
             native_cpu.linear_topk(head, k, "log_softmax", best, out.state, instruction_set)
             settings = {"normalize": normalize, "mask": allowed, "temperature": temperature}
@@ -228,8 +228,8 @@ def test_linear_native_sums_are_within_their_bound(cpu, instruction_set, dtype, 
     hidden, weight = torch.randn(3, depth, generator=generator), torch.randn(70, depth, generator=generator)
     bias = torch.randn(70, generator=generator)
     hidden, weight, bias = (x.to(DTYPES[dtype]) for x in (hidden, weight, bias))
-    out = linear_pieces.empty_result(hidden, 70, "logits", None, False, False)
     head = LinearProblem(LogitRows(hidden), weight, bias, None, "allowed")
+    out = linear_pieces.empty_result(head, linear_pieces.Wanted(70, "logits"))
     native_cpu.linear_topk(head, 70, "logits", TopK(*out[:3]), None, instruction_set)
     got = torch.empty(3, 70, dtype=torch.float64).scatter_(-1, out.indices, out.values.double())
     lanes = {"avx512": 16, "avx2": 8, "baseline": 4}[instruction_set]
@@ -376,7 +376,12 @@ def test_linear_scratch_memory(rows, vocab_size, k, dtype, has_targets):
     targets = torch.zeros(*hidden.shape[:-1], 1, dtype=torch.int64) if has_targets else None
     head = LinearProblem(LogitRows(hidden), weight, None, targets, "allowed")
     with LiveBytes() as live:
-        result = linear_pieces.forward(head, k, "softmax", None, "index" if has_targets else None, has_targets)
+        result = linear_pieces.forward(
+            head,
+            linear_pieces.Wanted(
+                k, "softmax", None, "index" if has_targets else None, has_targets, has_targets, has_targets
+            ),
+        )
     assert live.most - result_bytes(result) <= 64 << 20
     # The counting sees the pieces.
     assert live.most - result_bytes(result) > 2**20
@@ -401,14 +406,17 @@ def test_linear_backward_scratch_memory(monkeypatch, rows, depth, vocab_size, li
     lead = hidden.shape[:-1]
     targets = torch.zeros((2, rows, listed), dtype=torch.int64)[:, half] if listed else None
     head = LinearProblem(LogitRows(hidden), weight, bias, targets, "allowed")
-    indices, state = torch.zeros((*lead, 4), dtype=torch.int64), torch.ones((*lead, 2))
+    indices, state = torch.zeros((*lead, 4), dtype=torch.int64), torch.ones((*lead, 5))
+    # A kernel computes no gradient of a tail.
+    spread = (torch.ones(lead), None if has_kernel else torch.ones(lead)) if listed else (None, None)
     grads = torch.ones(*lead, 4), torch.ones(2, rows, listed)[:, half] if listed else None, torch.ones(lead)
     if has_kernel:
         monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: cuda))
         monkeypatch.setattr(cuda_pieces, "logit_gradients", lambda problem, rows, start: None)
     with LiveBytes() as live:
-        result = linear_backward.backward(head, indices, state, *grads, None, (True, True, True))
-    assert 2**20 < live.most - result_bytes(result) <= 64 << 20
+        incoming = linear_backward.Incoming(indices, state, *grads, *spread)
+        result = linear_backward.backward(head, incoming, None, (True, True, True))
+    assert 2**19 < live.most - result_bytes(result) <= 64 << 20
 
 
 @pytest.mark.exhaustive
@@ -421,9 +429,14 @@ def test_linear_scratch_memory_of_a_mask_that_rows_share(is_packed):
     targets = torch.arange(280).view(2, 140, 1) * 1000
     head = LinearProblem(LogitRows(hidden, mask=given), weight, None, targets, "allowed")
     with LiveBytes() as live:
-        result = linear_pieces.forward(head, 4, "softmax", None, "index", True)
+        result = linear_pieces.forward(head, linear_pieces.Wanted(4, "softmax", None, "index", True))
         grads = torch.ones(2, 140, 4), torch.ones(2, 140, 1), torch.ones(2, 140)
-        found = linear_backward.backward(head, result.indices, result.state, *grads, None, (True, True, True))
+        found = linear_backward.backward(
+            head,
+            linear_backward.Incoming(result.indices, result.state, *grads, None, None),
+            None,
+            (True, True, True),
+        )
     assert 2**20 < live.most - result_bytes(result) - result_bytes(found) <= 64 << 20
     logits = exact_logits(hidden, weight).masked_fill(~mask, -torch.inf)
     assert torch.equal(logits.gather(-1, result.indices), logits.topk(4).values)

@@ -160,7 +160,9 @@ def test_linear_opcheck(has_targets, keeps_state):
     targets = torch.tensor([[1, 2, 3], [4, 5, 6]]).unsqueeze(-1) if has_targets else None
     hidden, weight, bias = learned
     head = (*LogitRows(hidden, temperature=0.7, mask=random_mask(2, 3, 50)), weight, bias, targets, "allowed")
-    arguments = (*head, 4, "softmax", None, "last" if has_targets else None, keeps_state)
+    # Logits are kept of no call that is traced.
+    of_targets = (has_targets, has_targets, False)
+    arguments = (*head, 4, "softmax", None, "last" if has_targets else None, keeps_state, *of_targets)
     torch.library.opcheck(torch.ops.fused_topk.linear_topk.default, arguments)
 
 

@@ -26,6 +26,7 @@
 #include "merge.h"
 #include "ranks.h"
 #include "sampling.h"
+#include "token_sums.h"
 
 namespace nb = nanobind;
 
@@ -313,6 +314,21 @@ void target_ranks(const LogitRows& rows, const RowAddresses& addresses, std::uin
   solve(p);
 }
 
+// Adds rows to their sums [rows, kSums].
+void token_sums(const LogitRows& rows, const RowAddresses& addresses, std::uintptr_t tokens, u32 num_tokens,
+                bool sums_all, bool has_rest, std::uintptr_t sums, std::uintptr_t token_logits, u32 threads) {
+  auto p = problem_of<TokenSumsProblem>(rows);
+  point_to(p, addresses, threads);
+  p.tokens = pointer<const i64>(tokens);
+  p.num_tokens = num_tokens;
+  p.sums_all = sums_all;
+  p.has_rest = has_rest;
+  p.sums = pointer<float>(sums);
+  p.token_logits = pointer<char>(token_logits);
+  const MaybeWithoutGil without_gil(elements_of(p));
+  solve(p);
+}
+
 void ladder(u32 rung, u64 rows, u32 vocab_size, u32 k, std::uintptr_t x, std::uintptr_t y, std::uintptr_t values,
             std::uintptr_t indices, u32 threads) {
   const nb::gil_scoped_release without_gil;
@@ -343,6 +359,7 @@ NB_MODULE(_cpu, module) {
       .def("__call__", &Merge::operator());
   module.def("sample", &sample);
   module.def("target_ranks", &target_ranks);
+  module.def("token_sums", &token_sums);
   module.def("ladder", &ladder);
   module.def(
       "instruction_sets",

@@ -127,6 +127,17 @@ double sum_exp(const float* x, u32 n, const Exponential& e, const void* next, u3
   return sum_of_exp(x, n, e, next, bytes, [](Floats, u32, u32) {});
 }
 
+double sum_exp_moment(const float* x, u32 n, const Exponential& e, const void* next, u32 bytes, double* s) {
+  Doubles moment = {};
+  const double d = sum_of_exp(x, n, e, next, bytes, [&](Floats terms, u32 i, u32 count) {
+    const Floats products = (load_lanes(x + i, count) - e.reference) * terms;
+    moment += __builtin_convertvector(terms == 0.0f ? Floats{} : products, Doubles);
+  });
+  // 1 / T is inverse_c times ln 2.
+  *s = sum_of_lanes(moment) * (double(e.inverse_c) * 0.6931471805599453);
+  return d;
+}
+
 // ---- Selection ----
 
 // Signed integers in the order of the floats. x has no NaN.
@@ -379,6 +390,7 @@ extern const VectorKernels FUSED_TOPK_TABLE(Kernels) = {
     maximum,
     has_nan,
     sum_exp,
+    sum_exp_moment,
     lower_bound_of_kth,
     append_candidates,
     sum_exp_above,

@@ -2,9 +2,9 @@
 // The backward pass of an LM head: turns the logits of a piece of the vocabulary, in place, into the gradient with respect to
 // them.
 //
-//     g = (c e^((x - m) / T) + a) / T,   0 where the mask hides the token
+//     g = ((c + b z) e^z + a) / T,   z = (x - m) / T,   0 where the mask hides the token
 //
-// Each row has its c, m and T. a is the sum of the list entries of the row for this token; most tokens have none. g is
+// Each row has its c, b, m and T. b comes from the entropy. a is the sum of the list entries of the row for this token; most tokens have none. g is
 // summed in float32 and rounded once, so that p - 1 keeps its digits where p is near 1.
 #include "../rows/numbers.cuh"
 #include "../rows/row.cuh"
@@ -16,6 +16,7 @@ struct LogitGradients {
   void* logits;              // [rows, tokens], adjacent in a row; become their gradient
   const float* m;            // [rows]
   const float* coefficient;  // [rows]: c
+  const float* slope;        // nullable; [rows]: b
   RowNumbers numbers;
   const void* listed;  // nullable; [rows, length] of gradients::Listed
   const void* mask;    // nullable; of these tokens; see RowMask
@@ -40,6 +41,9 @@ constexpr u32 kThreads = 256;
 constexpr u32 kVectors = 4;  // of a thread
 constexpr u32 kSpanVectors = kThreads * kVectors;
 
+// e^z is 0 for this z, and b z is finite.
+constexpr float kLeastLog = -1e4f;
+
 // Some tokens of a row.
 template <class FORMAT>
 class Span {
@@ -56,6 +60,7 @@ class Span {
         has_mask_(problem.mask),
         m_(reference_point(__ldg(problem.m + row))),
         coefficient_(__ldg(problem.coefficient + row)),
+        slope_(problem.slope ? __ldg(problem.slope + row) : 0.0f),
         temperature_(problem.numbers.temperature_of(row)) {
     const i64 offset = row * problem.mask_row_stride * (problem.mask_kind == kMaskBits ? 4 : 1);
     mask_ = {static_cast<const char*>(problem.mask) + offset, problem.mask_element_stride, problem.mask_kind};
@@ -112,13 +117,15 @@ class Span {
   }
   __device__ __forceinline__ bool is_whole(u32 token) const { return is_aligned_ && token + n <= tokens_; }
   __device__ __forceinline__ float gradient(float x, float amount) const {
-    return temperature_.scaled(coefficient_ * temperature_.scale().weight(x, m_) + amount);
+    // Of z = -inf nothing is left.
+    const float z = fmaxf(temperature_.log_weight(x, m_), kLeastLog);
+    return temperature_.scaled(fmaf(slope_, z, coefficient_) * temperature_.scale().weight(x, m_) + amount);
   }
 
   Bits* x_;  // [tokens]
   u32 begin_, tokens_;
   bool is_aligned_, has_mask_;
-  float m_, coefficient_;
+  float m_, coefficient_, slope_;
   Temperature temperature_;
   RowMask mask_;
 };

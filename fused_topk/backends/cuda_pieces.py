@@ -71,6 +71,7 @@ def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) 
     filled = LogitGradients(
         m=p.m.data_ptr(),
         coefficient=p.coefficient.data_ptr(),
+        slope=address(p.slope),
         listed=p.listed.data_ptr(),
         row_stride=logits.stride(0),
         mask_row_stride=0 if mask is None else mask.stride(0),

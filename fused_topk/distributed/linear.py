@@ -192,7 +192,7 @@ def linear_token_logprobs(
     best, indices, logsumexp, logprobs = found
     if tokens.dim() < hidden.dim():
         logprobs = logprobs.squeeze(-1)
-    return TokenLogprobs(logprobs, logsumexp, None, TopK(best, indices, logsumexp) if k else None)
+    return TokenLogprobs(logprobs, logsumexp, None, None, None, TopK(best, indices, logsumexp) if k else None)
 
 
 class _Settings(NamedTuple):
@@ -305,7 +305,9 @@ class _Head(torch.autograd.Function):
         head = (*rows, weight, bias, targets, normalize)
         state = normalizer.movedim(0, -1).contiguous()
         if weight.shape[0]:
-            found = linear.linear_topk_backward(*head, own, state, chosen, of_targets, grad_normalizer, backend, wanted)
+            found = linear.linear_topk_backward(
+                *head, own, state, chosen, of_targets, grad_normalizer, None, None, backend, wanted
+            )
         else:
             # Contiguous, as the gradients of the other processes are: a sum over processes adds elements by their places in memory.
             found = tuple(
@@ -327,7 +329,10 @@ def _state(head: LinearProblem, k: int, backend: str | None) -> tuple[TopK, Tens
     if held:
         rows, weight, bias, targets, normalize = head
         call = (*rows, weight, bias, targets, normalize)
-        logits, indices, _, of_targets, _, normalizer = linear.linear_topk(*call, held, "state", backend, None, True)
+        logits, indices, _, of_targets, _, normalizer, *_ = linear.linear_topk(
+            *call, held, "state", backend, None, True, False, False, False
+        )
+        normalizer = normalizer[..., :2]
         if head.targets is not None:
             own_logits = of_targets.to(hidden.dtype)
     else:

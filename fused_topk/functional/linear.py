@@ -25,6 +25,7 @@ from ..operators.dispatch import transform_is_active
 from ..problem import TokenLogprobs, TopK, TopKLogits
 from ..row_arguments import check_rows
 from ..rows import LogitRows
+from ..tracing import is_traced
 from . import autocast
 from .tokens import check_ties, check_tokens
 
@@ -183,7 +184,10 @@ def linear_token_logprobs(
     normalize: str = "allowed",
     k: int = 0,
     ranks: bool = False,
+    entropy: bool = False,
+    tail: bool = False,
     ties: str = "index",
+    recompute: bool = True,
     backend: str | None = None,
 ) -> TokenLogprobs:
     """The log-probabilities of given tokens, of the logits `hidden @ weight.T + bias`, which are never all in memory.
@@ -204,7 +208,11 @@ def linear_token_logprobs(
         normalize: "allowed" or "all".
         k: how many of the row's best tokens to return as well, 0 <= k <= V.
         ranks: whether to count the tokens' ranks.
+        entropy: whether to compute the entropy of each row.
+        tail: whether to compute the log-probability of all tokens but the row's given ones.
         ties: "index" or "last", as :func:`token_logprobs` has it.
+        recompute: whether the backward pass computes the logits again. False: the logits are kept for it, in the dtype of `hidden`,
+            which takes rows * V elements and saves a product.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
@@ -214,13 +222,19 @@ def linear_token_logprobs(
         TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
 
     Contract:
-        That of :func:`linear_softmax_topk`. The log-probabilities, the logsumexp and the values of topk are differentiable, once, with
-        respect to hidden, weight and bias. Where the logits do not fit into one piece, a token whose logit differs from a given
+        That of :func:`linear_softmax_topk`, and of entropy and tail that of :func:`token_logprobs`. The log-probabilities, the
+        logsumexp, the entropy, the tail and the values of topk are differentiable, once, with respect to hidden, weight and bias.
+        Nothing is computed for those that need no gradient.
+        Memory: at most 64 MB beyond results and gradients; with recompute=False, and where a gradient is wanted, the logits besides.
+        These become their gradient in the backward pass, so a second one through the same call raises. torch.compile keeps none. A weight's gradient of 16 bits
+        is then summed in float32 over all rows and rounded once; with recompute=True once for each block of rows that fit into the
+        64 MB.
+        Where the logits do not fit into one piece, a token whose logit differs from a given
         one's by no more than the rounding of their sums may count in its rank either way. In a row with NaN ranks mean nothing.
         Tokens of V or more raise on the CPU, and must not occur on a GPU, where nothing outside of the weight is read.
     """
     check_common_normalize(normalize, "linear_token_logprobs")
-    check_flags(ranks=ranks)
+    check_flags(ranks=ranks, entropy=entropy, tail=tail, recompute=recompute)
     check_ties(ties)
     check_hidden(hidden)
     if isinstance(weight, Tensor) and weight.dim() == 2:
@@ -229,7 +243,7 @@ def linear_token_logprobs(
         "log_softmax",
         hidden,
         weight,
-        k or 1,
+        k,
         bias,
         temperature,
         mask,
@@ -237,12 +251,19 @@ def linear_token_logprobs(
         backend,
         tokens,
         ties if ranks else None,
+        (entropy, tail, recompute),
     )
-    best, indices, logsumexp, logprobs, of_ranks, _ = found
+    logprobs, of_ranks = found.target_logprobs, found.target_ranks
     if tokens.dim() < hidden.dim():
-        logprobs, of_ranks = logprobs.squeeze(-1), of_ranks.squeeze(-1)
-    topk = TopK(best, indices, logsumexp) if k else None
-    return TokenLogprobs(logprobs, logsumexp, of_ranks if ranks else None, topk)
+        logprobs, of_ranks = logprobs.squeeze(-1), of_ranks.squeeze(-1) if ranks else of_ranks
+    return TokenLogprobs(
+        logprobs,
+        found.logsumexp,
+        of_ranks if ranks else None,
+        found.entropy if entropy else None,
+        found.tail if tail else None,
+        TopK(found.values, found.indices, found.logsumexp) if k else None,
+    )
 
 
 def _linear(
@@ -257,12 +278,14 @@ def _linear(
     backend: str | None,
     tokens: Tensor | None = None,
     ties: str | None = None,
+    of_tokens: tuple[bool, bool, bool] = (False, False, True),
 ) -> linear_pieces.LinearResult:
-    """ties: None for no ranks."""
+    """ties: None for no ranks. of_tokens: entropy, tail and recompute."""
     check_hidden(hidden)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden)
-    check_k(k, weight.shape[0])
+    if tokens is None:
+        check_k(k, weight.shape[0])
     check_normalize(normalize)
     check_backend(backend)
     rows = LogitRows(hidden)
@@ -275,5 +298,7 @@ def _linear(
             tokens = tokens.unsqueeze(-1)
     learned = (hidden, weight) if bias is None else (hidden, weight, bias)
     keeps_state = transform_is_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in learned))
-    found = linear.linear_topk(*rows, weight, bias, tokens, normalize, k, values, backend, ties, keeps_state)
+    entropy, tail, recompute = of_tokens
+    wanted = (k, values, backend, ties, keeps_state, entropy, tail, keeps_state and not recompute and not is_traced())
+    found = linear.linear_topk(*rows, weight, bias, tokens, normalize, *wanted)
     return linear_pieces.LinearResult(*found)

@@ -20,6 +20,7 @@ from ..arguments import (
 )
 from ..operators.ranks import target_ranks
 from ..operators.row_topk import row_topk
+from ..operators.token_spread import token_spread
 from ..problem import TokenLogprobs
 from ..row_arguments import check_rows
 from ..rows import LogitRows
@@ -37,6 +38,8 @@ def token_logprobs(
     normalize: str = "allowed",
     k: int = 0,
     ranks: bool = False,
+    entropy: bool = False,
+    tail: bool = False,
     ties: str = "index",
     backend: str | None = None,
 ) -> TokenLogprobs:
@@ -57,14 +60,16 @@ def token_logprobs(
         normalize: "allowed": log-probabilities are relative to the allowed tokens. "all": to the whole row, up to its length.
         k: how many of the row's best tokens to return as well, 0 <= k <= V.
         ranks: whether to count the tokens' ranks.
+        entropy: whether to compute the entropy of each row.
+        tail: whether to compute the log-probability of all tokens but the row's given ones.
         ties: which of the tokens that tie with a given one count in its rank. "index": those up to its own index. The rank is
             then the token's place in the order of :func:`softmax_topk`. "last": all of them, as inference engines count.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TokenLogprobs with logprobs float32 of the shape of `tokens`, NaN where there is none, and logsumexp float32 (...) of the
-        scaled logits. Where asked for, ranks int64 of the shape of `tokens`, 1 for the best token, 0 where there is none; and topk,
-        as :func:`log_softmax_topk` returns it. Others are None. float64 logits give float64.
+        scaled logits. Where asked for, ranks int64 of the shape of `tokens`, 1 for the best token, 0 where there is none; entropy
+        and tail float32 (...); and topk, as :func:`log_softmax_topk` returns it. Others are None. float64 logits give float64.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
@@ -75,11 +80,15 @@ def token_logprobs(
         A rank is the number of tokens whose logit is greater than the token's, and of the equal ones that `ties` counts; NaN is
         greater than all. A token that is not allowed has the rank of a logit of -inf. Ranks need one more read of the row, mostly
         from the cache. Tokens of V or more raise on the CPU, and must not occur on a GPU, where nothing outside the row is read.
-        The rest is the contract of :func:`softmax_topk`. The log-probabilities, the logsumexp and the values of topk are
-        differentiable with respect to the logits.
+        The entropy is that of the distribution that the log-probabilities are of, in nats. A token of probability 0 adds 0, and a
+        row with one token has 0. The tail is the log of the probability of all allowed tokens that are not among the row's given
+        ones, summed over these tokens: it has all its digits where the given ones have nearly everything. Equal given tokens count
+        once. Where nothing is left it is -inf, with a gradient of 0. Both take one more read of the row, mostly from the cache.
+        The rest is the contract of :func:`softmax_topk`. The log-probabilities, the logsumexp, the entropy, the tail and the values
+        of topk are differentiable with respect to the logits.
     """
     check_common_normalize(normalize, "token_logprobs")
-    check_flags(ranks=ranks)
+    check_flags(ranks=ranks, entropy=entropy, tail=tail)
     check_ties(ties)
     check_backend(backend)
     rows = check_rows(logits, temperature, mask, lengths)
@@ -89,9 +98,19 @@ def token_logprobs(
     best = row_topk(rows, k or 1, "log_softmax", normalize, backend)
     logprobs = _logprobs(rows, of_row, best.values[..., :1], best.indices[..., :1])
     counted = target_ranks(rows, of_row, ties == "last", backend) if ranks else None
+    of_entropy = of_tail = None
+    if entropy or tail:
+        of_entropy, of_tail = token_spread(rows, of_row, normalize, tail, backend)
     if of_row is not tokens:
         logprobs, counted = logprobs.squeeze(-1), None if counted is None else counted.squeeze(-1)
-    return TokenLogprobs(logprobs, best.logsumexp, counted, best if k else None)
+    return TokenLogprobs(
+        logprobs,
+        best.logsumexp,
+        counted,
+        of_entropy if entropy else None,
+        of_tail if tail else None,
+        best if k else None,
+    )
 
 
 def check_ties(ties: Any) -> None:

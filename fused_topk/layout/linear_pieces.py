@@ -14,6 +14,9 @@ SCRATCH_BYTES = 64 << 20
 # float32, which stays in a last-level cache beside the weight's piece.
 _GPU_PIECE_BYTES = 48 << 20
 _CPU_PIECE_BYTES = 8 << 20
+# Where there is nothing to merge but sums, a CPU's piece stays in the caches of its cores.
+_CPU_SUMMED_BYTES = 1 << 20
+_SUMMED_MULTIPLE = 256  # of such a piece's tokens
 # More rows read the weight fewer times, and leave fewer tokens to a piece.
 _GPU_ROWS = 2048
 _CPU_ROWS = 256
@@ -73,6 +76,12 @@ def forward_pieces(
     logit_bytes: what a logit of a piece takes, with what is computed from it. row_bytes: what a row takes besides its logits
     and its candidates.
     """
+    if k == 0:
+        # Only sums, into which each piece is taken.
+        piece = (_CPU_SUMMED_BYTES if is_cpu else _GPU_PIECE_BYTES) // logit_bytes
+        most = max(1, min(_GPU_ROWS, SCRATCH_BYTES // 4 // max(row_bytes, 1)))
+        block = -(-rows // -(-rows // most))
+        return Pieces(block, _even_share(vocab_size, piece // block, _SUMMED_MULTIPLE), 1)
     state_bytes = k * (itemsize + _INDEX_BYTES) + 2 * _INDEX_BYTES
     # A state, its copy and the result.
     if rows * (vocab_size * logit_bytes + 3 * state_bytes + row_bytes) <= SCRATCH_BYTES:
@@ -123,15 +132,16 @@ def whole_rows(rows: int, vocab_size: int, logit_bytes: int, row_bytes: int, oth
 
 
 def backward_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, is_cpu: bool) -> Pieces:
-    """The pieces of the backward pass, of hidden states of `depth` elements."""
-    # The logits, float32 (float64) numbers, and a mask.
-    logit_bytes = itemsize + max(itemsize, 4) + 1
+    """The pieces of the backward pass, of hidden states of `depth` elements. All rows that fit are together, because a weight's
+    gradient is rounded once for each block of rows."""
+    # The logits; float32 (float64) numbers: the gradient, its exponentials, and those of the tail; and masks.
+    logit_bytes = itemsize + 4 * max(itemsize, 4) + 2
     # The hidden states' gradient is summed in float32, from products in their own dtype; the states may be copied.
-    row_bytes = depth * (2 * itemsize + max(itemsize, 4))
-    piece_bytes = min(SCRATCH_BYTES // 2, 2 * _CPU_PIECE_BYTES if is_cpu else SCRATCH_BYTES)
-    block = max(1, min(rows, _CPU_ROWS if is_cpu else _GPU_ROWS, SCRATCH_BYTES // 3 // max(row_bytes, 1)))
-    tokens = _even_share(vocab_size, piece_bytes // (block * logit_bytes))
-    return Pieces(block, tokens, 1)
+    row_bytes = depth * (2 * itemsize + max(itemsize, 4)) + _GRADIENT_ROW_BYTES
+    piece_bytes = 4 * _CPU_SUMMED_BYTES if is_cpu else SCRATCH_BYTES // 2
+    most = max(1, min(SCRATCH_BYTES // 3 // row_bytes, piece_bytes // (_SUMMED_MULTIPLE * logit_bytes)))
+    block = -(-rows // -(-rows // most))
+    return Pieces(block, _even_share(vocab_size, piece_bytes // (block * logit_bytes), _SUMMED_MULTIPLE), 1)
 
 
 def in_place_pieces(

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ..problem import TopK
 from ..rows import ROWS_FIELDS, LogitRows, unflattened
+from ..scale import Scale
+from ..token_sums import reference_point
 
 
 def save_rows(ctx: Any, rows: LogitRows, *others: Tensor | None) -> None:
@@ -36,12 +38,19 @@ def for_inputs(of_logits: Tensor | None, *others: Tensor | None, count: int) -> 
     return of_logits, *(None,) * (ROWS_FIELDS - 1), *others, *(None,) * (count - len(others))
 
 
+def softmax(scale: Scale, x: Tensor) -> Tensor:
+    """The softmax of the scaled logits. The greatest logit is subtracted before they are scaled, because the quotient of a large
+    common offset is rounded."""
+    m = x.detach().amax(-1, keepdim=True)
+    return scale.log_weight(x, reference_point(m)).softmax(-1)
+
+
 def _row_gradient(
     rows: LogitRows, normalize: str, indices: Tensor, grad_log_probabilities: Tensor, grad_logsumexp: Tensor
 ) -> Tensor:
     """Gradient with respect to the logits, given those with respect to log-probabilities (..., k) and logsumexp (...)."""
     hidden = rows.uncounted(normalize)
-    p = rows.scale().scaled(rows.counted(normalize).to(grad_log_probabilities.dtype)).softmax(-1)
+    p = softmax(rows.scale(), rows.counted(normalize).to(grad_log_probabilities.dtype))
     gradient = p * (grad_logsumexp - grad_log_probabilities.sum(-1)).unsqueeze(-1)
     gradient = rows.scale().back(gradient.scatter_add(-1, indices, grad_log_probabilities))
     # A hidden token counts as the constant -inf, even where it is among the k.

@@ -18,10 +18,11 @@ from .. import backends
 from ..backends import cpu as native
 from ..backends import cuda, cuda_pieces
 from ..layout import linear_pieces
-from ..problem import LinearProblem, TopK, result_dtype
+from ..problem import LinearProblem, TokenSumsProblem, TopK, result_dtype
 from ..rows import LogitRows, RowsBlock, some_rows
 from ..scale import Scale
-from . import merging, row_topk
+from ..token_sums import TokenSums, empty_sums
+from . import merging, row_topk, token_spread
 from .results import row_result
 
 # The memory that the reference takes for a logit: float64 copies, integers to sort by, and their order.
@@ -35,15 +36,39 @@ _COPIED_ELEMENTS = 1 << 20
 _COPIED_BYTES = 12 * _COPIED_ELEMENTS  # with copies of them and of their hidden states in their own dtype
 
 
+class Wanted(NamedTuple):
+    """What is asked of the operator: its arguments behind the problem."""
+
+    k: int  # 0 only with targets
+    # "softmax", "log_softmax", "logits", or "state" for a part of a vocabulary: the logits of the k best, the logits of the targets
+    # in place of their log-probabilities, and the state at the temperature.
+    values: str
+    backend: str | None = None
+    # Which of the tokens that tie with a target count in its rank, as token_logprobs() has it. None: no ranks.
+    ties: str | None = None
+    keeps_state: bool = False
+    entropy: bool = False
+    tail: bool = False
+    keeps_logits: bool = False
+
+    @property
+    def held(self) -> int:
+        """How many candidates a state has. Where ranks are counted it has one at least."""
+        return max(self.k, int(self.ties is not None))
+
+
 class LinearResult(NamedTuple):
-    """The results of the operator. Of the last four, those that nobody asked for are empty tensors."""
+    """The results of the operator. Those that nobody asked for are empty tensors."""
 
     values: Tensor  # (..., k)
     indices: Tensor  # (..., k)
     logsumexp: Tensor  # (...); empty for values that are logits
     target_logprobs: Tensor  # (..., n)
     target_ranks: Tensor  # (..., n)
-    state: Tensor  # (..., 2), the row's m and d
+    state: Tensor  # (..., 2), the row's m and d; with targets (..., 5), its TokenSums
+    entropy: Tensor  # (...)
+    tail: Tensor  # (...)
+    logits: Tensor  # (..., V), in the dtype of the hidden states
 
 
 class Block(NamedTuple):
@@ -58,127 +83,129 @@ class Block(NamedTuple):
         return self.of.part
 
 
-def empty_result(
-    hidden: Tensor, k: int, values: str, targets: Tensor | None, has_ranks: bool, keeps_state: bool
-) -> LinearResult:
+def empty_result(head: LinearProblem, wanted: Wanted) -> LinearResult:
     """Uninitialised tensors for the result."""
+    hidden, targets, k = head.hidden, head.targets, wanted.k
     lead, device = hidden.shape[:-1], hidden.device
     dtype = result_dtype(hidden.dtype)
-    nobody, are_logits = (0,), values in ("logits", "state")
+    nobody, are_logits, is_part = (0,), wanted.values in ("logits", "state"), wanted.values == "state"
     of_targets = nobody if targets is None else targets.shape
+    width = 2 if targets is None else len(TokenSums._fields)
     return LinearResult(
         torch.empty((*lead, k), dtype=hidden.dtype if are_logits else dtype, device=device),
         torch.empty((*lead, k), dtype=torch.int64, device=device),
         torch.empty(nobody if are_logits else lead, dtype=dtype, device=device),
         torch.empty(of_targets, dtype=dtype, device=device),
-        torch.empty(of_targets if has_ranks else nobody, dtype=torch.int64, device=device),
-        torch.empty((*lead, 2) if keeps_state else nobody, dtype=dtype, device=device),
+        torch.empty(of_targets if wanted.ties is not None else nobody, dtype=torch.int64, device=device),
+        torch.empty((*lead, width) if wanted.keeps_state else nobody, dtype=dtype, device=device),
+        torch.empty(lead if wanted.entropy and not is_part else nobody, dtype=dtype, device=device),
+        torch.empty(lead if wanted.tail and not is_part else nobody, dtype=dtype, device=device),
+        torch.empty(
+            (*lead, head.weight.shape[0]) if wanted.keeps_logits else nobody, dtype=hidden.dtype, device=device
+        ),
     )
 
 
-def forward(
-    head: LinearProblem, k: int, values: str, backend: str | None, ties: str | None, keeps_state: bool
-) -> LinearResult:
-    """The k best of every row, and the other results that are asked for.
-
-    ties: which of the tokens that tie with a target count in its rank, as :func:`token_logprobs` has it; None: no ranks.
-    values: "state" is for a part of a vocabulary. It gives the logits of the k best, the logits of the targets in place of their
-    log-probabilities, and m and d at the temperature.
-    """
-    has_ranks = ties is not None
-    out = empty_result(head.hidden, k, values, head.targets, has_ranks, keeps_state)
-    rows = head.row_count
-    chosen = backends.pick(head.hidden.device, head.hidden.dtype, k, backend)
+def forward(head: LinearProblem, wanted: Wanted) -> LinearResult:
+    """The k best of every row, and the other results that are asked for."""
+    out, rows = empty_result(head, wanted), head.row_count
+    chosen = backends.pick(head.hidden.device, head.hidden.dtype, max(wanted.k, 1), wanted.backend)
     if rows == 0:
         return out
-    itemsize = head.hidden.element_size()
     if (
         chosen == "cpu"
         and head.targets is None
-        and linear_pieces.is_for_the_native_kernel(rows, k)
+        and linear_pieces.is_for_the_native_kernel(rows, wanted.k)
         and native.multiplies(head.hidden, head.weight, head.bias)
     ):
         given = head
         if head.hidden.dim() != 2:
             every = next(blocks(head, rows))
             given = head._replace(rows=every.of.of_tokens(every.hidden, 0, len(head.weight)))
-        native.linear_topk(given, k, values, TopK(*out[:3]), out.state if keeps_state else None)
+        best = TopK(out.values, out.indices, out.logsumexp)
+        native.linear_topk(given, wanted.k, wanted.values, best, out.state if wanted.keeps_state else None)
         return out
     lead = head.hidden.dim() - 1
     flat = LinearResult(*(x.reshape(-1, *x.shape[lead:]) if x.numel() else x for x in out))
-    logit_bytes = itemsize + (_RANK_BYTES if has_ranks else 0) + head.rows.hides()
+    vocab_size, pieces = len(head.weight), _pieces(head, wanted, chosen)
+    buffer = None if wanted.keeps_logits else head.hidden.new_empty(pieces.rows * min(pieces.tokens, vocab_size))
+    for block in blocks(head, pieces.rows):
+        if pieces.tokens >= vocab_size and head.targets is None and not wanted.keeps_state and buffer is not None:
+            logits = product(block.hidden, head, 0, vocab_size, room(buffer, block, vocab_size))
+            best = TopK(flat.values[block.part], flat.indices[block.part], flat.logsumexp[block.part])
+            of_block = block.of.of_tokens(logits, 0, vocab_size)
+            row_topk.run_into(*of_block, wanted.k, wanted.values, head.normalize, wanted.backend, *best)
+        else:
+            _forward_block(head, block, pieces, wanted, chosen, buffer, flat)
+    return out
+
+
+def _pieces(head: LinearProblem, wanted: Wanted, chosen: str) -> linear_pieces.Pieces:
+    rows, vocab_size, itemsize, held = head.row_count, len(head.weight), head.hidden.element_size(), wanted.held
+    has_ranks = wanted.ties is not None
+    logit_bytes = itemsize + has_ranks * _RANK_BYTES + head.rows.hides() * (1 + has_ranks * itemsize)
     row_bytes = 0 if head.targets is None else head.targets.shape[-1] * _TARGET_BYTES
     if chosen == "reference":
         logit_bytes += _REFERENCE_LOGIT_BYTES
-    vocab_size = len(head.weight)
     pieces = linear_pieces.forward_pieces(
-        rows, vocab_size, k, itemsize, logit_bytes, row_bytes, head.hidden.device.type == "cpu"
+        rows, vocab_size, held, itemsize, logit_bytes, row_bytes, head.hidden.device.type == "cpu"
     )
     # The kernel counts the ranks of one target a row, as places in the order.
-    counts_ranks = not has_ranks or (ties == "index" and head.targets is not None and head.targets.shape[-1] == 1)
-    if chosen == "cuda" and counts_ranks and not head.rows.hides() and pieces.tokens < vocab_size:
+    counts_ranks = not has_ranks or (
+        wanted.ties == "index" and head.targets is not None and head.targets.shape[-1] == 1
+    )
+    if chosen == "cuda" and held and counts_ranks and not head.rows.hides() and pieces.tokens < vocab_size:
         count = cuda.multiprocessors(head.hidden.get_device())
         copied = _COPIED_BYTES * has_ranks
-        accumulated = linear_pieces.accumulated_pieces(rows, vocab_size, k, itemsize, row_bytes, copied, count)
-        pieces = accumulated or pieces
-    buffer = head.hidden.new_empty(pieces.rows * min(pieces.tokens, vocab_size))
-    for block in blocks(head, pieces.rows):
-        if pieces.tokens >= vocab_size and head.targets is None and not keeps_state:
-            logits = product(block.hidden, head, 0, vocab_size, buffer)
-            best = TopK(flat.values[block.part], flat.indices[block.part], flat.logsumexp[block.part])
-            of_block = block.of.of_tokens(logits, 0, vocab_size)
-            row_topk.run_into(*of_block, k, values, head.normalize, backend, *best)
-        else:
-            _forward_block(head, block, pieces, k, values, backend, ties, buffer, flat)
-    return out
+        pieces = linear_pieces.accumulated_pieces(rows, vocab_size, held, itemsize, row_bytes, copied, count) or pieces
+    return pieces
 
 
 def _forward_block(
     head: LinearProblem,
     block: Block,
     pieces: linear_pieces.Pieces,
-    k: int,
-    values: str,
-    backend: str | None,
-    ties: str | None,
-    buffer: Tensor,
+    wanted: Wanted,
+    chosen: str,
+    buffer: Tensor | None,
     out: LinearResult,
 ) -> None:
-    vocab_size, part, normalize = len(head.weight), block.part, head.normalize
-    target = None if block.targets is None else _Targets(head, block, ties, is_whole=pieces.tokens >= vocab_size)
-    are_merged = pieces.states > 0
+    """buffer: memory for a piece. None: the logits are kept where the result has them."""
+    vocab_size, part, normalize, backend = len(head.weight), block.part, head.normalize, wanted.backend
+    held, has_ranks, are_merged = wanted.held, wanted.ties is not None, pieces.states > 0
+    target = None if block.targets is None else _Targets(head, block, wanted, is_whole=pieces.tokens >= vocab_size)
     # row_result() uses the leading dimensions and the dtype alone, which the hidden states share with the logits.
-    states = [] if are_merged else [row_result(block.hidden, k, "state").empty(block.hidden.device)]
+    states = [] if are_merged else [row_result(block.hidden, held, "state").empty(block.hidden.device)]
     for start in range(0, vocab_size, pieces.tokens):
         end = min(start + pieces.tokens, vocab_size)
-        logits = product(block.hidden, head, start, end, buffer, 0 if are_merged else pieces.tokens)
-        rows = block.of.of_tokens(logits, start, end)
-        if are_merged:
-            states.append(row_topk.run(*rows, min(k, end - start), "state", normalize, backend))
-            states[-1].indices.add_(start)
+        if buffer is None:
+            place = out.logits[part, start:end]
         else:
-            of_targets = None if target is None else target.tensors
-            cuda_pieces.accumulate_piece(rows, start, states[0], of_targets)
-        if are_merged and target is not None:
-            target.look_at(rows, start)
+            place = room(buffer, block, end - start, 0 if are_merged else pieces.tokens)
+        rows = block.of.of_tokens(product(block.hidden, head, start, end, place), start, end)
+        if target is not None:
+            target.look_at(rows, start, normalize, chosen)
+        if held and are_merged:
+            states.append(row_topk.run(*rows, min(held, end - start), "state", normalize, backend))
+            states[-1].indices.add_(start)
+            if target is not None and has_ranks:
+                target.count(rows, start)
+        elif held:
+            cuda_pieces.accumulate_piece(rows, start, states[0], target.tensors if target and has_ranks else None)
         if len(states) == pieces.states and end < vocab_size:
-            states = [_merged(states, k, rows.scale(), "state", normalize, backend)]
-    kind = "logits" if values == "state" else values
-    best = _merged(states, k, rows.scale(), kind, normalize, backend)
-    for given, computed in zip(out, best):
-        if given.numel():
-            given[part].copy_(computed)
-    if target is None and not out.state.numel():
-        return
-    merged = states[0] if len(states) == 1 else _merged(states, 1, rows.scale(), "state", normalize, backend)
-    state = merged.logsumexp.t()
-    if out.state.numel():
-        out.state[part].copy_(state)
-    if target is not None and values == "state":
-        out.target_logprobs[part].copy_(target.logits)
-    elif target is not None:
-        ranks = None if ties is None else out.target_ranks[part]
-        target.write(state, rows.scale(), out.target_logprobs[part], ranks)
+            states = [_merged(states, held, rows.scale(), "state", normalize, backend)]
+    scale = rows.scale()
+    if wanted.k:
+        kind = "logits" if wanted.values == "state" else wanted.values
+        best = _merged(states, wanted.k, scale, kind, normalize, backend)
+        for given, computed in zip(out, best):
+            if given.numel():
+                given[part].copy_(computed)
+    if target is not None:
+        target.write(scale, wanted, part, out)
+    elif out.state.numel():
+        merged = states[0] if len(states) == 1 else _merged(states, 1, scale, "state", normalize, backend)
+        out.state[part].copy_(merged.logsumexp.t())
 
 
 def _merged(
@@ -215,17 +242,21 @@ def _stacked(states: Sequence[TopK]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Targets:
-    """The logits of a block's targets (rows, n), and their ranks."""
+    """The sums of a block's rows (rows, 5), the logits of its targets (rows, n), and their ranks."""
 
-    def __init__(self, head: LinearProblem, block: Block, ties: str | None, is_whole: bool) -> None:
+    def __init__(self, head: LinearProblem, block: Block, wanted: Wanted, is_whole: bool) -> None:
         assert block.targets is not None
         self._has_target = block.targets >= 0
-        self._tokens = block.targets.clamp(0, len(head.weight) - 1).contiguous()
-        self._ties = ties
+        # A token beyond the vocabulary is not found out on a GPU.
+        self._targets = block.targets.clamp(max=len(head.weight) - 1)
+        self._tokens = self._targets.clamp(min=0).contiguous()
+        self._ties, self._tail = wanted.ties, wanted.tail
         # A target counts itself, whatever its logit in a piece is.
-        self._ranks = None if ties is None else torch.ones_like(self._tokens)
-        self.logits = block.hidden.new_empty(self._tokens.shape)
-        if ties is not None and not is_whole:
+        self._ranks = None if self._ties is None else torch.ones_like(self._tokens)
+        dtype = result_dtype(block.hidden.dtype)
+        self._sums = empty_sums(self._tokens.shape[:1], dtype, block.hidden.device)
+        self.logits = block.hidden.new_zeros(self._tokens.shape)
+        if self._ties is not None and not is_whole:
             self._multiply(head, block)
 
     def _multiply(self, head: LinearProblem, block: Block) -> None:
@@ -249,21 +280,19 @@ class _Targets:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The targets' tokens, logits and ranks, for a kernel that computes the last two."""
+        """The targets' tokens, logits and ranks, for a kernel that counts the ranks."""
         return self._tokens, self.logits, self._ranks
 
-    def look_at(self, rows: LogitRows, start: int) -> None:
-        """Finds the targets in a piece of the logits, and counts the piece's tokens for their ranks. It may change the piece."""
-        logits, hidden = rows.logits, rows.uncounted()
-        tokens = logits.shape[-1]
-        if hidden is not None:
-            logits.masked_fill_(hidden, -torch.inf)
-        place = self._tokens - start
-        is_here = (place >= 0) & (place < tokens)
-        place.clamp_(0, tokens - 1)
-        self.logits = logits.gather(-1, place).where(is_here, self.logits)
-        if self._ranks is None:
-            return
+    def look_at(self, rows: LogitRows, start: int, normalize: str, chosen: str) -> None:
+        """Adds a piece of the logits to the sums, and finds the targets that are in it."""
+        token_spread.ON[chosen](
+            TokenSumsProblem(rows, self._targets - start, normalize, self._tail), self._sums, self.logits
+        )
+
+    def count(self, rows: LogitRows, start: int) -> None:
+        """Counts the piece's tokens for the targets' ranks, after look_at()."""
+        assert self._ranks is not None
+        logits, tokens = rows.counted(), rows.logits.shape[-1]
         places = torch.arange(start, start + tokens, device=logits.device)
         # One target of each row after the other, so that memory does not grow with their number.
         for own, token, rank in zip(self.logits.split(1, -1), self._tokens.split(1, -1), self._ranks.split(1, -1)):
@@ -272,22 +301,36 @@ class _Targets:
             counts |= logits > own
             rank += counts.sum(-1, keepdim=True)
 
-    def write(self, state: Tensor, scale: Scale, logprobs: Tensor, ranks: Tensor | None) -> None:
-        """state: (rows, 2), of the whole rows."""
-        m, d = state.unsqueeze(-2).unbind(-1)
-        log_d = d.log()
+    def write(self, scale: Scale, wanted: Wanted, part: slice, out: LinearResult) -> None:
+        """Writes the results of the rows, all of whose pieces have been looked at."""
+        sums = TokenSums.of(self._sums)
+        if out.state.numel():
+            out.state[part].copy_(self._sums)
+        if self._ranks is not None:
+            out.target_ranks[part].copy_(self._ranks.where(self._has_target, 0))
+        if wanted.values == "state":
+            out.target_logprobs[part].copy_(self.logits)
+            return
+        out.logsumexp[part].copy_(sums.logsumexp(scale))
+        if wanted.entropy:
+            out.entropy[part].copy_(sums.entropy())
+        if wanted.tail:
+            out.tail[part].copy_(sums.tail(scale))
+        m, log_d = sums.m.unsqueeze(-1), sums.d.log().unsqueeze(-1)
         # As for the k best, a row without a finite normalizer has no probabilities.
         is_known = self._has_target & m.isfinite() & log_d.isfinite()
-        logprobs.copy_((scale.log_weight(self.logits.to(m.dtype), m) - log_d).where(is_known, torch.nan))
-        if ranks is not None and self._ranks is not None:
-            ranks.copy_(self._ranks.where(self._has_target, 0))
+        logprobs = scale.log_weight(self.logits.to(m.dtype), m) - log_d
+        out.target_logprobs[part].copy_(logprobs.where(is_known, torch.nan))
 
 
-def product(hidden: Tensor, head: LinearProblem, start: int, end: int, buffer: Tensor, row_stride: int = 0) -> Tensor:
-    """The logits (rows, end - start), in the buffer. row_stride: 0 for rows without gaps."""
-    rows = len(hidden)
-    stride = row_stride or end - start
-    out = buffer[: rows * stride].view(rows, stride)[:, : end - start]
+def room(buffer: Tensor, block: Block, tokens: int, row_stride: int = 0) -> Tensor:
+    """(rows, tokens) of the buffer, for a piece. row_stride: 0 for rows without gaps."""
+    rows, stride = len(block.hidden), row_stride or tokens
+    return buffer[: rows * stride].view(rows, stride)[:, :tokens]
+
+
+def product(hidden: Tensor, head: LinearProblem, start: int, end: int, out: Tensor) -> Tensor:
+    """The logits (rows, end - start), written into `out`."""
     weight = head.weight[start:end].t()
     if head.bias is None:
         return torch.mm(hidden, weight, out=out)

@@ -61,7 +61,7 @@ def _draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: 
     buffer = hidden.new_empty(size * vocab_size)
     for block in linear_pieces.blocks(head, size):
         part = block.part
-        logits = linear_pieces.product(block.hidden, head, 0, vocab_size, buffer)
+        logits = linear_pieces.product(block.hidden, head, 0, vocab_size, linear_pieces.room(buffer, block, vocab_size))
         numbers: Any = {name: x[part] for name in _NUMBERS if (x := getattr(request, name)) is not None}
         rows_of_block = block.of.of_tokens(logits, 0, vocab_size)
         of_block = request._replace(rows=rows_of_block, first_row=part.start, **numbers)
