@@ -138,6 +138,11 @@ class LinearProblem(NamedTuple):
     targets: Tensor | None  # (..., n), int64
     normalize: str  # "allowed", "all" or "topk"
 
+    def flat(self) -> tuple[Any, ...]:
+        """The fields as the arguments of an operator."""
+        rows, *others = self
+        return *rows, *others
+
     @property
     def hidden(self) -> Tensor:
         return self.rows.logits

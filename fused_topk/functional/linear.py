@@ -21,8 +21,8 @@ from ..arguments import (
 )
 from ..gone import refuse
 from ..operators import linear, linear_pieces
-from ..operators.dispatch import transform_is_active
-from ..problem import TokenLogprobs, TopK, TopKLogits
+from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..problem import LinearProblem, TokenLogprobs, TopK, TopKLogits
 from ..row_arguments import check_rows
 from ..rows import LogitRows
 from ..tracing import is_traced
@@ -88,9 +88,7 @@ def linear_softmax_topk(
     """
     if gone:
         refuse("linear_softmax_topk", gone)
-    # Unpacked, because torch.compile of torch 2.6 cannot trace a slice of a named tuple.
-    values, indices, logsumexp, *_ = _linear("softmax", hidden, weight, k, bias, temperature, mask, normalize, backend)
-    return TopK(values, indices, logsumexp)
+    return _best("softmax", hidden, weight, k, bias, temperature, mask, normalize, backend)
 
 
 def linear_log_softmax_topk(
@@ -130,10 +128,7 @@ def linear_log_softmax_topk(
     """
     if gone:
         refuse("linear_log_softmax_topk", gone)
-    values, indices, logsumexp, *_ = _linear(
-        "log_softmax", hidden, weight, k, bias, temperature, mask, normalize, backend
-    )
-    return TopK(values, indices, logsumexp)
+    return _best("log_softmax", hidden, weight, k, bias, temperature, mask, normalize, backend)
 
 
 def linear_topk(
@@ -169,7 +164,7 @@ def linear_topk(
     """
     if gone:
         refuse("linear_topk", gone)
-    values, indices, *_ = _linear("logits", hidden, weight, k, bias, 1.0, mask, "allowed", backend)
+    values, indices, _ = _best("logits", hidden, weight, k, bias, 1.0, mask, "allowed", backend)
     return TopKLogits(values, indices)
 
 
@@ -239,20 +234,13 @@ def linear_token_logprobs(
     check_hidden(hidden)
     if isinstance(weight, Tensor) and weight.dim() == 2:
         check_list("k", k, weight.shape[0])
-    found = _linear(
-        "log_softmax",
-        hidden,
-        weight,
-        k,
-        bias,
-        temperature,
-        mask,
-        normalize,
-        backend,
-        tokens,
-        ties if ranks else None,
-        (entropy, tail, recompute),
-    )
+    head = _checked_head(hidden, weight, bias, temperature, mask, normalize, backend)
+    check_tokens(tokens, logits_of_head(head.hidden, weight))
+    head = head._replace(targets=tokens if tokens.dim() == hidden.dim() else tokens.unsqueeze(-1))
+    keeps_state = _is_learned(head)
+    keeps_logits = keeps_state and not recompute and not is_traced()
+    wanted = (k, "log_softmax", backend, ties if ranks else None, keeps_state, entropy, tail, keeps_logits)
+    found = linear_pieces.LinearResult(*linear.linear_topk(*head.flat(), *wanted))
     logprobs, of_ranks = found.target_logprobs, found.target_ranks
     if tokens.dim() < hidden.dim():
         logprobs, of_ranks = logprobs.squeeze(-1), of_ranks.squeeze(-1) if ranks else of_ranks
@@ -266,7 +254,7 @@ def linear_token_logprobs(
     )
 
 
-def _linear(
+def _best(
     values: str,
     hidden: Tensor,
     weight: Tensor,
@@ -276,29 +264,43 @@ def _linear(
     mask: Tensor | None,
     normalize: str,
     backend: str | None,
-    tokens: Tensor | None = None,
-    ties: str | None = None,
-    of_tokens: tuple[bool, bool, bool] = (False, False, True),
-) -> linear_pieces.LinearResult:
-    """ties: None for no ranks. of_tokens: entropy, tail and recompute."""
+) -> TopK:
+    head = _checked_head(hidden, weight, bias, temperature, mask, normalize, backend)
+    check_k(k, weight.shape[0])
+    if not need_dispatcher(*head.rows.tensors(), head.weight, head.bias):
+        best = linear_pieces.by_the_native_kernel(head, k, values, backend)
+        if best is not None:
+            return best
+    # Unpacked, because torch.compile of torch 2.6 cannot trace a slice of a named tuple.
+    wanted = (k, values, backend, None, _is_learned(head), False, False, False)
+    chosen, indices, logsumexp, *_ = linear.linear_topk(*head.flat(), *wanted)
+    return TopK(chosen, indices, logsumexp)
+
+
+def _checked_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    normalize: str,
+    backend: str | None,
+) -> LinearProblem:
     check_hidden(hidden)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden)
-    if tokens is None:
-        check_k(k, weight.shape[0])
     check_normalize(normalize)
     check_backend(backend)
     rows = LogitRows(hidden)
     # Without these arguments their checks are skipped, because they take a good part of the time of a call of one row.
     if type(temperature) is not float or temperature != 1.0 or mask is not None:
         rows = check_rows(logits_of_head(hidden, weight), temperature, mask).with_logits(hidden)
-    if tokens is not None:
-        check_tokens(tokens, logits_of_head(hidden, weight))
-        if tokens.dim() < hidden.dim():
-            tokens = tokens.unsqueeze(-1)
-    learned = (hidden, weight) if bias is None else (hidden, weight, bias)
-    keeps_state = transform_is_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in learned))
-    entropy, tail, recompute = of_tokens
-    wanted = (k, values, backend, ties, keeps_state, entropy, tail, keeps_state and not recompute and not is_traced())
-    found = linear.linear_topk(*rows, weight, bias, tokens, normalize, *wanted)
-    return linear_pieces.LinearResult(*found)
+    return LinearProblem(rows, weight, bias, None, normalize)
+
+
+def _is_learned(head: LinearProblem) -> bool:
+    """Whether a gradient may be wanted, which needs the state of each row."""
+    learned = (head.hidden, head.weight, head.bias)
+    return transform_is_active() or (
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
+    )

@@ -112,18 +112,9 @@ def forward(head: LinearProblem, wanted: Wanted) -> LinearResult:
     chosen = backends.pick(head.hidden.device, head.hidden.dtype, max(wanted.k, 1), wanted.backend)
     if rows == 0:
         return out
-    if (
-        chosen == "cpu"
-        and head.targets is None
-        and linear_pieces.is_for_the_native_kernel(rows, wanted.k)
-        and native.multiplies(head.hidden, head.weight, head.bias)
-    ):
-        given = head
-        if head.hidden.dim() != 2:
-            every = next(blocks(head, rows))
-            given = head._replace(rows=every.of.of_tokens(every.hidden, 0, len(head.weight)))
+    if _is_for_the_native_kernel(head, wanted.k, chosen):
         best = TopK(out.values, out.indices, out.logsumexp)
-        native.linear_topk(given, wanted.k, wanted.values, best, out.state if wanted.keeps_state else None)
+        _multiply_natively(head, wanted.k, wanted.values, best, out.state if wanted.keeps_state else None)
         return out
     lead = head.hidden.dim() - 1
     flat = LinearResult(*(x.reshape(-1, *x.shape[lead:]) if x.numel() else x for x in out))
@@ -138,6 +129,34 @@ def forward(head: LinearProblem, wanted: Wanted) -> LinearResult:
         else:
             _forward_block(head, block, pieces, wanted, chosen, buffer, flat)
     return out
+
+
+def by_the_native_kernel(head: LinearProblem, k: int, values: str, backend: str | None) -> TopK | None:
+    """The k best by the CPU's own kernel, which keeps no logits; None where it does not serve the call."""
+    chosen = backends.pick(head.hidden.device, head.hidden.dtype, k, backend)
+    if not _is_for_the_native_kernel(head, k, chosen):
+        return None
+    # row_result() uses the leading dimensions and the dtype alone, which the hidden states share with the logits.
+    best = row_result(head.hidden, k, values).empty(head.hidden.device)
+    _multiply_natively(head, k, values, best, None)
+    return best
+
+
+def _is_for_the_native_kernel(head: LinearProblem, k: int, chosen: str) -> bool:
+    return (
+        chosen == "cpu"
+        and head.row_count > 0
+        and head.targets is None
+        and linear_pieces.is_for_the_native_kernel(head.row_count, k)
+        and native.multiplies(head.hidden, head.weight, head.bias)
+    )
+
+
+def _multiply_natively(head: LinearProblem, k: int, values: str, best: TopK, state: Tensor | None) -> None:
+    if head.hidden.dim() != 2:
+        every = next(blocks(head, head.row_count))
+        head = head._replace(rows=every.of.of_tokens(every.hidden, 0, len(head.weight)))
+    native.linear_topk(head, k, values, best, state)
 
 
 def _pieces(head: LinearProblem, wanted: Wanted, chosen: str) -> linear_pieces.Pieces:
