@@ -100,6 +100,8 @@ def shares_without_a_row(rank: int, size: int) -> None:
             want = logits.double().log_softmax(-1)
             torch.testing.assert_close(got.logprobs[:2], want[[0, 1], [0, 300]].float(), rtol=0, atol=2e-6)
             assert got.logprobs[2:].isnan().all() and got.ranks is None
+            more = distributed.linear_token_logprobs(hidden, own, tokens, start=start, entropy=True, tail=True)
+            torch.testing.assert_close(more.entropy, -(want.exp() * want).sum(-1).float(), rtol=2e-6, atol=2e-6)
     raises(ValueError, "1 <= k <= 301", lambda: distributed.linear_topk(hidden, own, 302))
 
 
@@ -129,7 +131,16 @@ def tokens_of_a_head(rank: int, size: int) -> None:
             cut = {"mask": columns(mask, rank, size)} if "mask" in settings else {}
             with counted() as given:
                 got = distributed.linear_token_logprobs(hidden, *own, start=start, k=4, **settings | cut)
-            want = fused_topk.linear_token_logprobs(hidden, weight, tokens, bias, k=4, **settings)
+            more = distributed.linear_token_logprobs(
+                hidden, *own, start=start, entropy=True, tail=True, **settings | cut
+            )
+            want = fused_topk.linear_token_logprobs(
+                hidden, weight, tokens, bias, k=4, entropy=True, tail=True, **settings
+            )
+            for name in ("logprobs", "logsumexp", "entropy", "tail"):
+                of_parts, of_whole = getattr(more, name), getattr(want, name)
+                torch.testing.assert_close(of_parts, of_whole, rtol=2e-6, atol=2e-6, equal_nan=True)
+            assert got.entropy is got.tail is None
             assert isinstance(got, TokenLogprobs) and got.ranks is None
             assert torch.equal(got.topk.indices, want.topk.indices)
             torch.testing.assert_close(got.logprobs, want.logprobs, rtol=0, atol=2e-6, equal_nan=True)
@@ -167,7 +178,8 @@ def gradients_of_a_head(rank: int, size: int) -> None:
         total = total + found.logsumexp.square().sum()
         if best is found:
             return total
-        return total + 3 * found.logprobs.where(found.logprobs.isfinite(), 0.0).sum()
+        total = total + 3 * found.logprobs.where(found.logprobs.isfinite(), 0.0).sum()
+        return total + 5 * found.entropy.square().sum() + 7 * found.tail.where(found.tail.isfinite(), 0.0).sum()
 
     for entry, normalize, temperature, with_mask in itertools.product(
         (*ENTRIES, "linear_token_logprobs"), ("allowed", "all", "topk"), (1.0, 0.7), (False, True)
@@ -183,7 +195,8 @@ def gradients_of_a_head(rank: int, size: int) -> None:
         one = {**settings, "mask": mask if with_mask else None}
         parts = {**one, "mask": columns(mask, rank, size) if with_mask else None}
         if entry == "linear_token_logprobs":
-            given, one, parts = tokens, {**one, "k": 6}, {**parts, "k": 6, "start": start}
+            spread = {"k": 6, "entropy": True, "tail": True}
+            given, one, parts = tokens, {**one, **spread}, {**parts, **spread, "start": start}
         else:
             given = 6
         loss(getattr(fused_topk, entry)(whole[0], whole[1], given, whole[2], **one)).backward()

@@ -19,7 +19,7 @@ from ..cuda_runtime import driver, tickets
 from ..layout import full_row_launch, launch, router_launch, topk_launch
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.full_row_launch import FullRowLaunch
-from ..layout.kernel_arguments import SampleRows, TargetRanks, address, rows_writer, with_rows
+from ..layout.kernel_arguments import RowSums, SampleRows, TargetRanks, address, rows_writer, with_rows
 from ..layout.launch import FORMATS, row_count
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
 from ..layout.topk_launch import Launch
@@ -36,7 +36,6 @@ from ..problem import (
     TopkProblem,
 )
 from ..rows import LogitRows, RowsLayout
-from . import reference
 from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 
 _write_rows_of_draws = rows_writer(SampleRows)
@@ -253,7 +252,8 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
 @lru_cache(maxsize=4096)
 def _plan_of_ranks(layout: RowsLayout) -> Launch | None:
     """The launch for such rows. Only its struct is used, which says what is read."""
-    of_rows = TopkProblem(layout.meta(), 1, "logits", "allowed")
+    # With values that are logits there would be no temperature.
+    of_rows = TopkProblem(layout.meta(), 1, "softmax", "allowed")
     return topk_launch.plan(of_rows, is_aligned=False, choice=launch.RANK_CHOICE)
 
 
@@ -287,8 +287,29 @@ def target_ranks(problem: RankProblem, out: Tensor) -> None:
 
 
 def token_sums(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
-    """See :class:`protocol.Backend`. By operations of torch."""
-    reference.token_sums(problem, sums, token_logits)
+    """See :class:`protocol.Backend`."""
+    rows, tokens, normalize, has_tail = problem
+    logits, index = rows.logits, rows.logits.get_device()
+    planned = _plan_of_ranks(rows.layout())
+    if planned is None or not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
+        token_sums(problem._replace(rows=_copied(rows)), sums, token_logits)
+        return
+    count = row_count(logits.shape)
+    launch.check_row_count(count)
+    wanted = RowSums(
+        tokens=tokens.data_ptr(),
+        sums=sums.data_ptr(),
+        token_logits=token_logits.data_ptr(),
+        num_tokens=tokens.shape[-1],
+        sums_all=normalize == "all",
+        has_rest=has_tail,
+    )
+    # The kernel writes none of these.
+    filled = planned.fill(rows, None, 0, 0, TopK(sums, sums, sums))
+    arguments = (driver.argument(filled), driver.argument(bytes(wanted)))
+    driver.call(
+        driver.function(index, launch.sums_kernel(logits.dtype)), (count,), launch.SUM_THREADS, arguments, index
+    )
 
 
 def _prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[LogitRows], TopK]:
