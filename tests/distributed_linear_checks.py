@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fused_topk
 from distributed_checks import columns, counted, frame, raises
-from fused_topk import TokenLogprobs, distributed
+from fused_topk import TokenLogprobs, TopKLogits, distributed
 from fused_topk.layout import linear_pieces as layout
 from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits
 from oracle import assert_topk, expected
@@ -79,6 +79,8 @@ def shares_without_a_row(rank: int, size: int) -> None:
             want = logits.double().log_softmax(-1)
             torch.testing.assert_close(got.logprobs[:2], want[[0, 1], [0, 300]].float(), rtol=0, atol=2e-6)
             assert got.logprobs[2:].isnan().all() and got.ranks is None
+            more = distributed.linear_token_logprobs(hidden, own, tokens, start=start, entropy=True, tail=True)
+            torch.testing.assert_close(more.entropy, -(want.exp() * want).sum(-1).float(), rtol=2e-6, atol=2e-6)
     raises(ValueError, "1 <= k <= 301", lambda: distributed.linear_topk(hidden, own, 302))
 
 
@@ -108,7 +110,16 @@ def tokens_of_a_head(rank: int, size: int) -> None:
             cut = {"mask": columns(mask, rank, size)} if "mask" in settings else {}
             with counted() as given:
                 got = distributed.linear_token_logprobs(hidden, *own, start=start, k=4, **settings | cut)
-            want = fused_topk.linear_token_logprobs(hidden, weight, tokens, bias, k=4, **settings)
+            more = distributed.linear_token_logprobs(
+                hidden, *own, start=start, entropy=True, tail=True, **settings | cut
+            )
+            want = fused_topk.linear_token_logprobs(
+                hidden, weight, tokens, bias, k=4, entropy=True, tail=True, **settings
+            )
+            for name in ("logprobs", "logsumexp", "entropy", "tail"):
+                of_parts, of_whole = getattr(more, name), getattr(want, name)
+                torch.testing.assert_close(of_parts, of_whole, rtol=2e-6, atol=2e-6, equal_nan=True)
+            assert got.entropy is got.tail is None
             assert isinstance(got, TokenLogprobs) and got.ranks is None
             assert torch.equal(got.topk.indices, want.topk.indices)
             torch.testing.assert_close(got.logprobs, want.logprobs, rtol=0, atol=2e-6, equal_nan=True)
@@ -127,6 +138,51 @@ def tokens_of_a_head(rank: int, size: int) -> None:
             told,
             lambda: call(k=3, start=start) if rank == 0 else distributed.linear_log_softmax_topk(hidden, own[0], 3),
         )
+
+
+def gradients_of_a_head(rank: int, size: int) -> None:
+    """Of a loss that every process computes alike: each gets those of its rows, and the whole one of the hidden states."""
+    hidden, weight, bias = (x.double() for x in exact_head((2, 3), 20, 301, torch.float64))
+    tokens = torch.tensor([[0, 300, -1], [150, 7, 80]])
+    mask = random_mask(6, 301, share=0.8).view(2, 3, 301)
+    mask[0, 0, 100:] = False
+    start = first_row(301, rank, size)
+    factors = torch.linspace(-1, 2, 2 * 3 * 6, dtype=torch.float64).view(2, 3, 6)
+
+    def loss(found):
+        best = found.topk if isinstance(found, TokenLogprobs) else found
+        total = (best.values.where(best.values.isfinite(), 0.0) * factors).sum()
+        if isinstance(found, TopKLogits):
+            return total
+        total = total + found.logsumexp.square().sum()
+        if best is found:
+            return total
+        total = total + 3 * found.logprobs.where(found.logprobs.isfinite(), 0.0).sum()
+        return total + 5 * found.entropy.square().sum() + 7 * found.tail.where(found.tail.isfinite(), 0.0).sum()
+
+    for entry, normalize, temperature, with_mask in itertools.product(
+        (*ENTRIES, "linear_token_logprobs"), ("allowed", "all", "topk"), (1.0, 0.7), (False, True)
+    ):
+        settings = {} if entry == "linear_topk" else {"normalize": normalize, "temperature": temperature}
+        if entry == "linear_token_logprobs" and normalize == "topk":
+            continue
+        whole = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        own = [
+            hidden.clone().requires_grad_(),
+            *(own_rows(x, rank, size).clone().requires_grad_() for x in (weight, bias)),
+        ]
+        one = {**settings, "mask": mask if with_mask else None}
+        parts = {**one, "mask": columns(mask, rank, size) if with_mask else None}
+        if entry == "linear_token_logprobs":
+            spread = {"k": 6, "entropy": True, "tail": True}
+            given, one, parts = tokens, {**one, **spread}, {**parts, **spread, "start": start}
+        else:
+            given = 6
+        loss(getattr(fused_topk, entry)(whole[0], whole[1], given, whole[2], **one)).backward()
+        loss(getattr(distributed, entry)(own[0], own[1], given, own[2], **parts)).backward()
+        wanted = [whole[0].grad, *(own_rows(x.grad, rank, size) for x in whole[1:])]
+        for got, want in zip(own, wanted):
+            torch.testing.assert_close(got.grad, want, rtol=1e-9, atol=1e-9)
 
 
 def a_bounded_part_of_the_logits(rank: int, size: int) -> None:

@@ -71,6 +71,7 @@ def small() -> list[str]:
             launch.gradient_kernel(dtype),
             *(launch.sample_kernel(dtype, *which) for which in ((True, False), (True, True), (False, False))),
             launch.rank_kernel(dtype),
+            launch.sums_kernel(dtype),
         )
     ]
 

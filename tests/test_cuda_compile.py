@@ -120,7 +120,14 @@ def test_read_rows_compiles_without_spills(nvrtc, architecture):
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 @pytest.mark.parametrize(
-    "name", ["merge_states_kernel", "logit_gradient_kernel", "accumulate_piece_kernel", "target_ranks_kernel"]
+    "name",
+    [
+        "merge_states_kernel",
+        "logit_gradient_kernel",
+        "accumulate_piece_kernel",
+        "target_ranks_kernel",
+        "token_sums_kernel",
+    ],
 )
 def test_few_kernels_compile_without_spills(nvrtc, name, architecture):
     for kernel in [each for each in kernel_names.small() if name in each]:

@@ -96,9 +96,10 @@ def test_a_model_may_ask_whether_its_logits_require_a_gradient(learned):
 
 def assert_same(found, want):
     assert torch.equal(found.topk.indices, want.topk.indices) and torch.equal(found.ranks, want.ranks)
-    for got, exact in zip(
-        (found.logprobs, found.logsumexp, found.topk.values), (want.logprobs, want.logsumexp, want.topk.values)
-    ):
+    assert (found.entropy is None) == (want.entropy is None)
+    for got, exact in zip((*found[:2], *found[3:5], found.topk.values), (*want[:2], *want[3:5], want.topk.values)):
+        if exact is None:
+            continue
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=4e-6, equal_nan=True)
 
 
@@ -108,7 +109,7 @@ def test_text_token_logprobs(kind, ties):
     model, ids = model_of(kind), tokens()
     following = ids.roll(-1, 1)
     following[:, -1] = -100
-    wanted = {"k": 5, "ranks": True, "ties": ties, "temperature": 0.7}
+    wanted = {"k": 5, "ranks": True, "entropy": True, "tail": True, "ties": ties, "temperature": 0.7}
     with torch.no_grad():
         found = text_token_logprobs(model, ids, following, **wanted)
         several = text_token_logprobs(model, ids, found.topk.indices, temperature=0.7)
@@ -120,13 +121,15 @@ def test_text_token_logprobs(kind, ties):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_text_token_logprobs_gradients(kind):
+@pytest.mark.parametrize("recompute", [True, False])
+def test_text_token_logprobs_gradients(kind, recompute):
     """Of the text's own tokens."""
     model, ids = model_of(kind), tokens()
     stock = copy.deepcopy(model)
-    text_token_logprobs(model, ids).logprobs[:, :-1].sum().backward()
-    logits = stock(input_ids=ids).logits[:, :-1]
-    logits.log_softmax(-1).gather(-1, ids[:, 1:].unsqueeze(-1)).sum().backward()
+    found = text_token_logprobs(model, ids, entropy=True, recompute=recompute)
+    (found.logprobs[:, :-1].sum() + found.entropy.sum()).backward()
+    logp = stock(input_ids=ids).logits.log_softmax(-1)
+    (logp[:, :-1].gather(-1, ids[:, 1:].unsqueeze(-1)).sum() - (logp.exp() * logp).sum()).backward()
     for (name, got), want in zip(model.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-5, msg=name)
 

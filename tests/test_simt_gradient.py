@@ -73,6 +73,11 @@ def check(case: Case, added: list[tuple[Tensor, Tensor]], logits: Tensor, first:
     m = problem.m.double().where(problem.m != -INF, 0.0).unsqueeze(-1)
     z = (logits.double() - m) / t
     c = problem.coefficient.double().unsqueeze(-1)
+    if problem.slope is not None:
+        b = problem.slope.double().unsqueeze(-1) * z.clamp(min=-1e6)
+        c, size_of_c = c + b, c.abs() + b.abs()
+    else:
+        size_of_c = c.abs()
     a, size = torch.zeros(2, rows, tokens + 1, dtype=torch.float64)
     for listed, amounts in added:
         place = (listed - first).where((listed >= first) & (listed < first + tokens), tokens)
@@ -82,8 +87,8 @@ def check(case: Case, added: list[tuple[Tensor, Tensor]], logits: Tensor, first:
     exact = (c * z.exp() + a) / t
     # The argument of 2^x is of x - m, 1 / T and log2(e), each rounded, and two products; 2^x itself is off by 4 u. Below 2^-126
     # it is 0. The sum of a token's n amounts rounds n times.
-    lost = (c * z.exp()).abs() * (6 * z.abs().nan_to_num(0.0) + 8) * U + (size + (c * z.exp()).abs()) * 20 * U
-    bound = (lost + c.abs() * 2.0**-126) / t
+    lost = (size_of_c * z.exp()) * (6 * z.abs().nan_to_num(0.0) + 8) * U + (size + size_of_c * z.exp()) * 20 * U
+    bound = (lost + size_of_c * 2.0**-126) / t
     if case.mask is not None:
         allowed = case.mask if case.mask.dtype == torch.bool else unpacked(case.mask, first + tokens)
         hidden = ~allowed[:, first : first + tokens]
@@ -131,7 +136,9 @@ def case_of(
     row_temperature = temperature if isinstance(temperature, Tensor) else None
     number = 1.0 if row_temperature is not None else temperature
     listed = linear_backward._listed(added, vocab_size)
-    return Case(LogitGradientProblem(m, coefficient, listed), number, row_temperature, mask)
+    # With an entropy in the loss, and without one.
+    slope = coefficient.flip(0) / 3 if first % 64 == 0 else None
+    return Case(LogitGradientProblem(m, coefficient, slope, listed), number, row_temperature, mask)
 
 
 # Tokens, where they begin in the vocabulary, how far they lie from a multiple of 16 bytes, and the gap behind a row.
@@ -280,9 +287,9 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     targets[..., 1] = targets[..., 0]
     targets[..., 2] = -100
     head = LinearProblem(LogitRows(hidden, row_temperature=t, mask=given), weight, bias, targets, normalize)
-    found = linear_pieces.forward(head, 5, "log_softmax", None, False, True)
+    found = linear_pieces.forward(head, linear_pieces.Wanted(5, "log_softmax", None, None, True, True))
     targets[..., 3] = found.indices[..., 0]
-    grads = [torch.randn(shape, generator=generator) for shape in ((*lead, 5), (*lead, 6), lead)]
+    grads = [torch.randn(shape, generator=generator) for shape in ((*lead, 5), (*lead, 6), lead, lead)]
     monkeypatch.setattr(layout, "in_place_pieces", lambda *sizes: layout.Pieces(*pieces, 1))
     monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: "cuda"))
     tensors = {
@@ -294,7 +301,8 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     }
     arrays = [Array(name, x, "input") for name, x in tensors.items() if isinstance(x, torch.Tensor)]
     with emulated(arrays) as outcomes:
-        got = linear_backward.backward(head, found.indices, found.state, *grads, None, (True, True, True))
+        incoming = linear_backward.Incoming(found.indices, found.state, *grads, None)
+        got = linear_backward.backward(head, incoming, None, (True, True, True))
     for outcome in outcomes:
         outcome.check()
     blocks, parts = -(-lead.numel() // pieces[0]), -(-vocab_size // pieces[1])
@@ -303,7 +311,8 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     x = logits.double() / t.double().unsqueeze(-1)
     counted = x if mask is None or normalize == "all" else x.masked_fill(~mask, -INF)
     p = counted.softmax(-1)
-    g = grads[2].double().unsqueeze(-1) * p
+    z = (counted - counted.amax(-1, keepdim=True)).where(p > 0, 0.0)
+    g = (grads[2].double().unsqueeze(-1) - grads[3].double().unsqueeze(-1) * z) * p
     listed = [(found.indices, grads[0]), (targets, grads[1].where(targets >= 0, 0.0))]
     for tokens, amounts in listed:
         g = g.scatter_add(-1, tokens.clamp(min=0), amounts.double())

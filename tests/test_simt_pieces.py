@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk import TopK, TopKState
+from fused_topk import TopK, TopKState, operators
 from fused_topk.backends import cuda, cuda_pieces, reference
 from fused_topk.layout import launch
 from fused_topk.layout import linear_pieces as layout
@@ -254,7 +254,10 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
     """An LM head takes its pieces into one state: two blocks of rows, and a last piece that is not full."""
     hidden, weight, bias = exact_head(7, 16, 3001, DTYPES[dtype])
     bias = bias if has_bias else None
+    has_targets = has_targets and entry != "linear_topk"
     targets = (torch.arange(7) * 500).unsqueeze(-1) if has_targets else None
+    # test_simt_token_sums.py has the kernel of sums.
+    monkeypatch.setitem(operators.token_spread.ON, "cuda", operators.token_spread.reference)
     monkeypatch.setattr(layout, "_NATIVE_ROWS", 0)
     monkeypatch.setattr(layout, "forward_pieces", lambda *sizes: layout.Pieces(3, 1024, 2))
     monkeypatch.setattr(layout, "accumulated_pieces", lambda *sizes: layout.Pieces(4, 1024, 0))
@@ -277,12 +280,12 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
     settings = {} if entry == "linear_topk" else {"temperature": 0.7}
     head = linear_pieces.LinearProblem(LogitRows(hidden, **settings), weight, bias, targets, "allowed")
     values = {"softmax_topk": "softmax", "log_softmax_topk": "log_softmax", "topk": "logits"}[ENTRIES[entry]]
-    found = linear_pieces.forward(head, 9, values, "cpu", "index" if has_targets else None, True)
+    found = linear_pieces.forward(head, linear_pieces.Wanted(9, values, "cpu", "index" if has_targets else None, True))
     assert launched == [(4, 1024), (4, 1024), (4, 953), (3, 1024), (3, 1024), (3, 953)]
     logits = exact_logits(hidden, weight, bias)
     got = TopK(*found[:3])
     assert_topk(got, expected(ENTRIES[entry], logits, 9, **settings), logits, ENTRIES[entry], **settings)
-    if has_targets and entry != "linear_topk":
+    if has_targets:
         logp = (logits.double() / 0.7).log_softmax(-1).gather(-1, targets)
         torch.testing.assert_close(found.target_logprobs.double(), logp, rtol=0, atol=4e-6)
         ranks = (logits > logits.gather(-1, targets)).sum(-1, keepdim=True)
@@ -300,7 +303,7 @@ def test_a_head_with_a_mask_has_its_states_merged(monkeypatch):
     monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: "cuda"))
     monkeypatch.setattr(cuda_pieces, "accumulate_piece", lambda *launch: None)
     head = linear_pieces.LinearProblem(LogitRows(hidden, mask=mask), weight, None, None, "allowed")
-    found = linear_pieces.forward(head, 9, "log_softmax", "cpu", False, True)
+    found = linear_pieces.forward(head, linear_pieces.Wanted(9, "log_softmax", "cpu", None, True))
     logits = exact_logits(hidden, weight)
     want = expected("log_softmax_topk", logits, 9, mask=mask)
     assert_topk(TopK(*found[:3]), want, logits, "log_softmax_topk")

@@ -15,6 +15,7 @@ UNITS = {
     "gradients": ("linear/logit_gradient.cu",),
     "pieces": ("linear/accumulate_piece.cu",),
     "ranks": ("ranks/target_ranks.cu",),
+    "tokens": ("tokens/token_sums.cu",),
     "attention": ("attention/step_attention.cu",),
     "sampling": ("draws/sample_vocabulary.cu", "draws/sample_rows.cu"),
     "routers": ("routers/route_experts.cu",),

@@ -8,6 +8,7 @@ processes.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..arguments import (
     check_backend,
     check_common_normalize,
+    check_flags,
     check_head,
     check_hidden,
     check_k,
@@ -30,13 +32,16 @@ from ..functional.tokens import check_tokens
 from ..gone import refuse
 from ..operators import linear, merging
 from ..operators.gradients import save_rows, saved_rows
+from ..operators.linear_pieces import Wanted
 from ..problem import LinearProblem, TokenLogprobs, TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows
 from ..rows import ROWS_FIELDS, LogitRows
+from ..token_sums import TokenSums, empty_sums
 from .collective import group_of
 from .functions import exchange_state, padded
 
 _NO_TOKEN = -1
+_OTHER_SUMS = len(TokenSums._fields) - 2  # all but m and d
 
 
 def linear_softmax_topk(
@@ -151,6 +156,8 @@ def linear_token_logprobs(
     normalize: str = "allowed",
     start: int,
     k: int = 0,
+    entropy: bool = False,
+    tail: bool = False,
     backend: str | None = None,
     group: Any = None,
 ) -> TokenLogprobs:
@@ -169,11 +176,14 @@ def linear_token_logprobs(
         start: the token of this process's first row: how many rows the processes before it have. Nothing compares it with their
             numbers of rows.
         k: how many of the row's best tokens to return as well; 0 for none.
+        entropy, tail: whether to compute them, as :func:`fused_topk.linear_token_logprobs` does.
 
     Contract:
-        The collective takes a logit for each token as well. Tokens of V or more are not looked for: their log-probability is NaN.
+        The collective takes a logit for each token as well, and for entropy and tail three numbers a row. Tokens of V or more are not
+        looked for: their log-probability is NaN. Entropy and tail are differentiable, too. The backward pass computes the logits again.
     """
     check_common_normalize(normalize, "linear_token_logprobs")
+    check_flags(entropy=entropy, tail=tail)
     check_list("k", k, 2**31 - 1, "what an exchange takes")
     found = _linear(
         "log_softmax",
@@ -188,11 +198,13 @@ def linear_token_logprobs(
         group,
         tokens,
         start,
+        (entropy, tail),
     )
-    best, indices, logsumexp, logprobs = found
+    best, indices, logsumexp, logprobs, of_entropy, of_tail = found
     if tokens.dim() < hidden.dim():
         logprobs = logprobs.squeeze(-1)
-    return TokenLogprobs(logprobs, logsumexp, None, None, None, TopK(best, indices, logsumexp) if k else None)
+    topk = TopK(best, indices, logsumexp) if k else None
+    return TokenLogprobs(logprobs, logsumexp, None, of_entropy if entropy else None, of_tail if tail else None, topk)
 
 
 class _Settings(NamedTuple):
@@ -204,6 +216,12 @@ class _Settings(NamedTuple):
     backend: str | None
     group: Any
     start: int
+    entropy: bool
+    tail: bool
+
+    @property
+    def has_spread(self) -> bool:
+        return self.entropy or self.tail
 
 
 def _linear(
@@ -219,8 +237,9 @@ def _linear(
     group: Any,
     tokens: Tensor | None = None,
     start: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results of :class:`_Head`."""
+    spread: tuple[bool, bool] = (False, False),
+) -> tuple[Tensor, ...]:
+    """The results of :class:`_Head`. spread: entropy and tail."""
     group = group_of(group)
     check_hidden(hidden)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
@@ -235,15 +254,14 @@ def _linear(
         check_tokens(tokens, logits, is_part=True)
         if tokens.dim() < hidden.dim():
             tokens = tokens.unsqueeze(-1)
-    settings = _Settings(k, values, normalize, backend, group, start)
+    settings = _Settings(k, values, normalize, backend, group, start, *spread)
     _, *of_rows = rows
-    found: Any = _Head.apply(hidden, weight, bias, tokens, settings, *of_rows)  # type: ignore[no-untyped-call]
-    best, indices, logsumexp, logprobs = found
-    return best, indices, logsumexp, logprobs
+    found: tuple[Tensor, ...] = _Head.apply(hidden, weight, bias, tokens, settings, *of_rows)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Head(torch.autograd.Function):
-    """The values (..., k), indices, logsumexp (...) and the targets' log-probabilities (..., n)."""
+    """The values (..., k), indices, logsumexp (...), the targets' log-probabilities (..., n), the entropy and the tail (...)."""
 
     @staticmethod
     def forward(
@@ -255,7 +273,7 @@ class _Head(torch.autograd.Function):
         settings: _Settings,
         *of_rows: Any,
     ) -> tuple[Tensor, ...]:
-        k, values, normalize, backend, group, start = settings
+        k, values, normalize, backend, group, start, *_ = settings
         rows = LogitRows(hidden, *of_rows)
         length = weight.shape[0]
         own_targets = None
@@ -263,10 +281,17 @@ class _Head(torch.autograd.Function):
             place = targets - start
             own_targets = place.where((targets >= 0) & (place >= 0) & (place < length), _NO_TOKEN)
         head = LinearProblem(rows, weight, bias, own_targets, normalize)
-        state, own_logits = _state(head, k, backend)
-        parts, logits = exchange_state(state, length, normalize, group, own_logits)
-        best, indices, logsumexp = merging.merge_parts(*parts, k, *rows.scale(), values, normalize, backend)
-        normalizer = merging.merge_parts(*parts, 1, *rows.scale(), "state", normalize, backend)[2]
+        state, beside = _state(head, settings)
+        parts, logits = exchange_state(state, length, normalize, group, beside)
+        scale = rows.scale()
+        best, indices, logsumexp = merging.merge_parts(*parts, k, *scale, values, normalize, backend)
+        normalizer = merging.merge_parts(*parts, 1, *scale, "state", normalize, backend)[2]
+        entropy = tail = hidden.new_empty(0, dtype=result_dtype(hidden.dtype))
+        if settings.has_spread and logits is not None:
+            logits, others = logits[..., :-_OTHER_SUMS], logits[..., -_OTHER_SUMS:]
+            of_parts = torch.cat((torch.stack((parts.m, parts.d), -1), others), -1).unbind(0)
+            sums = functools.reduce(lambda a, b: a.merged(b, scale), map(TokenSums.of, of_parts))
+            normalizer, entropy, tail = torch.stack(sums), sums.entropy(), sums.tail(scale)
         ends = parts.lengths.cumsum(0)
         logprobs = hidden.new_empty(0, dtype=result_dtype(hidden.dtype))
         if targets is not None and logits is not None:
@@ -274,20 +299,20 @@ class _Head(torch.autograd.Function):
             owner = torch.searchsorted(ends, targets.contiguous(), right=True)
             has_target = (targets >= 0) & (owner < len(ends))
             of_owner = logits.gather(0, owner.clamp_(max=len(ends) - 1).unsqueeze(0)).squeeze(0)
-            m, d = normalizer.unsqueeze(-1).unbind(0)
+            m, d = normalizer[:2].unsqueeze(-1).unbind(0)
             is_known = has_target & m.isfinite() & d.log().isfinite()
-            logprobs = (rows.scale().log_weight(of_owner.to(m.dtype), m) - d.log()).where(is_known, torch.nan)
+            logprobs = (scale.log_weight(of_owner.to(m.dtype), m) - d.log()).where(is_known, torch.nan)
         ctx.mark_non_differentiable(indices)
         ctx.settings = settings
         own = indices - (ends[dist.get_rank(group)] - length)
         save_rows(ctx, rows, weight, bias, own_targets, best, own, normalizer, logprobs)
-        return best, indices, logsumexp, logprobs
+        return best, indices, logsumexp, logprobs, entropy, tail
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        grad_values, _, grad_normalizer, grad_logprobs = gradients
+        grad_values, _, grad_normalizer, grad_logprobs, grad_entropy, grad_tail = gradients
         rows, (weight, bias, targets, best, own, normalizer, logprobs) = saved_rows(ctx)
-        _, values, normalize, backend, group, _ = ctx.settings
+        _, values, normalize, backend, group, _, has_entropy, has_tail = ctx.settings
         # A token that is not allowed has the constant value -inf or 0.
         chosen = grad_values * best if values == "softmax" else grad_values.where(best != -torch.inf, 0.0)
         chosen = chosen.to(normalizer.dtype)
@@ -300,13 +325,17 @@ class _Head(torch.autograd.Function):
         if targets is not None:
             of_targets = grad_logprobs.where(logprobs.isfinite(), 0.0)
             grad_normalizer = grad_normalizer - of_targets.sum(-1)
+        of_entropy, of_tail = grad_entropy if has_entropy else None, grad_tail if has_tail else None
+        if has_entropy or has_tail:
+            of_whole_rows = TokenSums(*normalizer)
+            grad_normalizer, of_tail = linear.with_spread(grad_normalizer, of_entropy, of_tail, of_whole_rows)
         wanted = [bool(x) for x in ctx.needs_input_grad[:3]]
         hidden = rows.logits
         head = (*rows, weight, bias, targets, normalize)
         state = normalizer.movedim(0, -1).contiguous()
         if weight.shape[0]:
             found = linear.linear_topk_backward(
-                *head, own, state, chosen, of_targets, grad_normalizer, None, None, backend, wanted
+                *head, own, state, chosen, of_targets, grad_normalizer, of_entropy, of_tail, backend, wanted
             )
         else:
             # Contiguous, as the gradients of the other processes are: a sum over processes adds elements by their places in memory.
@@ -321,24 +350,27 @@ class _Head(torch.autograd.Function):
         )
 
 
-def _state(head: LinearProblem, k: int, backend: str | None) -> tuple[TopK, Tensor | None]:
-    """The state of this process's tokens, with k entries a row, and the logits of its targets (..., n)."""
+def _state(head: LinearProblem, settings: _Settings) -> tuple[TopK, Tensor | None]:
+    """The state of this process's tokens, with k entries a row. And what goes beside it: the logits of its targets (..., n), for
+    entropy and tail followed by the other three sums of the row."""
     hidden, length = head.hidden, head.weight.shape[0]
-    held = min(k, length)
-    own_logits = None
+    held = min(settings.k, length)
+    dtype = result_dtype(hidden.dtype)
+    beside = None
     if held:
         rows, weight, bias, targets, normalize = head
-        call = (*rows, weight, bias, targets, normalize)
-        logits, indices, _, of_targets, _, normalizer, *_ = linear.linear_topk(
-            *call, held, "state", backend, None, True, False, False, False
+        wanted = Wanted(held, "state", settings.backend, keeps_state=True, tail=settings.tail)
+        logits, indices, _, of_targets, _, sums, *_ = linear.linear_topk(
+            *rows, weight, bias, targets, normalize, *wanted
         )
-        normalizer = normalizer[..., :2]
-        if head.targets is not None:
-            own_logits = of_targets.to(hidden.dtype)
+        if targets is not None:
+            beside = of_targets
     else:
         logits, indices = hidden[..., :0], hidden[..., :0].long()
-        none = torch.zeros(hidden.shape[:-1], dtype=result_dtype(hidden.dtype), device=hidden.device)
-        normalizer = torch.stack((none - torch.inf, none), -1)
+        sums = empty_sums(hidden.shape[:-1], dtype, hidden.device)
         if head.targets is not None:
-            own_logits = hidden.new_zeros(head.targets.shape)
-    return padded(TopK(logits, indices, normalizer.movedim(-1, 0)), k), own_logits
+            beside = torch.zeros(head.targets.shape, dtype=dtype, device=hidden.device)
+    if beside is not None:
+        # A logit has the dtype of the hidden states: its copy is exact.
+        beside = torch.cat((beside, sums[..., 2:]), -1) if settings.has_spread else beside.to(hidden.dtype)
+    return padded(TopK(logits, indices, sums[..., :2].movedim(-1, 0)), settings.k), beside

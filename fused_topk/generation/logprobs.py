@@ -21,9 +21,14 @@ def text_token_logprobs(
     tokens: Tensor | None = None,
     *,
     temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
     k: int = 0,
     ranks: bool = False,
+    entropy: bool = False,
+    tail: bool = False,
     ties: str = "index",
+    recompute: bool = True,
 ) -> TokenLogprobs:
     """The log-probabilities of tokens at every position of given texts: by default of the texts' own next tokens.
 
@@ -39,9 +44,13 @@ def text_token_logprobs(
             ones; negative ones (such as -100) stand for none. None: the next token of the text at each position, and none at its
             last one and at padding.
         temperature: divides the logits: a positive number, or a tensor broadcastable to [batch, length].
+        mask: the tokens that count at each position, bool [batch, length, V] or packed int32: for texts that were drawn from what
+            top-k or top-p had left.
+        normalize: "allowed" or "all", as :func:`fused_topk.token_logprobs` has it.
         k: how many of the best tokens of each position to return as well; 0 for none.
-        ranks: whether to count the tokens' ranks.
+        ranks, entropy, tail: whether to compute them, as :func:`fused_topk.token_logprobs` does.
         ties: "index" or "last", as :func:`fused_topk.token_logprobs` has it.
+        recompute: False keeps the logits for the backward pass, as :func:`fused_topk.linear_token_logprobs` has it.
 
     Returns:
         TokenLogprobs, as :func:`fused_topk.token_logprobs` returns it for logits [batch, length, V]. Differentiable with respect to
@@ -53,17 +62,26 @@ def text_token_logprobs(
     Contract:
         That of :func:`fused_topk.linear_token_logprobs`. Logits of 16 bits are not widened first.
     """
-    arguments, mask = _model_arguments(model, inputs)
+    arguments, attention_mask = _model_arguments(model, inputs)
     are_own = tokens is None
     if tokens is None:
-        tokens = _next_tokens(arguments, mask)
+        tokens = _next_tokens(arguments, attention_mask)
     found = run_with_head(model, arguments)
     if are_own:
         # The head may be on another device than the ids.
         tokens = tokens.to((found.hidden if isinstance(found, HeadInput) else found).device)
-    wanted: dict[str, Any] = {"temperature": temperature, "k": k, "ranks": ranks, "ties": ties}
+    wanted: dict[str, Any] = {
+        "temperature": temperature,
+        "mask": mask,
+        "normalize": normalize,
+        "k": k,
+        "ranks": ranks,
+        "entropy": entropy,
+        "tail": tail,
+        "ties": ties,
+    }
     if isinstance(found, HeadInput):
-        return found.token_logprobs(tokens, **wanted)
+        return found.token_logprobs(tokens, recompute=recompute, **wanted)
     return functional.token_logprobs(found, tokens, **wanted)
 
 

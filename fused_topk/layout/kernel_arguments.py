@@ -59,6 +59,7 @@ FullRows = _structure("FullRows", "full_rows/full_row.cuh", RowNumbers=RowNumber
 States = _structure("States", "topk/merge_states.cu", RowScale=RowScale)
 Piece = _structure("Piece", "linear/accumulate_piece.cu", RowNumbers=RowNumbers)
 Routing = _structure("Routing", "routers/route_experts.cu")
+RowSums = _structure("RowSums", "tokens/token_sums.cu")
 TargetRanks = _structure("TargetRanks", "ranks/target_ranks.cu")
 LogitGradients = _structure("LogitGradients", "linear/logit_gradient.cu", RowNumbers=RowNumbers)
 SampleRows = _structure("SampleRows", "draws/sample_request.cuh", DrawNumbers=DrawNumbers)

@@ -299,3 +299,14 @@ def ranking_blocks(targets: int, vocab_size: int, multiprocessors: int) -> int:
 def rank_kernel(dtype: torch.dtype) -> str:
     """The kernel for that dtype, as NVRTC wants it named."""
     return f"fused_topk::ranks::target_ranks_kernel<fused_topk::{FORMATS[dtype]}>"
+
+
+# csrc/tokens/token_sums.cu, where what is read is laid out likewise
+
+SUM_THREADS = 256
+"""kThreads of csrc/tokens/token_sums.cu."""
+
+
+def sums_kernel(dtype: torch.dtype) -> str:
+    """The kernel for that dtype, as NVRTC wants it named."""
+    return f"fused_topk::tokens::token_sums_kernel<fused_topk::{FORMATS[dtype]}>"

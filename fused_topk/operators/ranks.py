@@ -49,16 +49,17 @@ def on_cpu(problem: RankProblem, out: Tensor, instruction_set: str = "") -> None
 
 
 @lru_cache(maxsize=4096)
-def _launch_of(layout: RowsLayout) -> Launch | None:
+def launch_of(layout: RowsLayout) -> Launch | None:
     """The launch for such rows. Only its struct is used, which says what is read."""
-    of_rows = TopkProblem(layout.meta(), 1, "logits", "allowed")
+    # With values that are logits there would be no temperature.
+    of_rows = TopkProblem(layout.meta(), 1, "softmax", "allowed")
     return topk_launch.plan(of_rows, is_aligned=False, choice=launch.RANK_CHOICE)
 
 
 def on_cuda(problem: RankProblem, out: Tensor) -> None:
     rows, targets, counts_ties = problem
     logits, index = rows.logits, rows.logits.get_device()
-    planned = _launch_of(rows.layout())
+    planned = launch_of(rows.layout())
     if planned is None or not cuda.has_adjacent(logits) or logits.data_ptr() % logits.element_size():
         on_cuda(problem._replace(rows=cuda.copied(rows)), out)
         return

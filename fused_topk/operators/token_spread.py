@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import cpu
+from ..backends import cpu, cuda
 from ..backends.reference import gather, working_dtype
-from ..problem import TokenSumsProblem, result_dtype
+from ..cuda_runtime import driver
+from ..layout import launch
+from ..layout.kernel_arguments import RowSums
+from ..problem import TokenSumsProblem, TopK, result_dtype
 from ..rows import ROWS_SCHEMA, LogitRows, unflattened
 from ..token_sums import TokenSums, empty_sums, moment, reference_point, without
 from .gradients import for_inputs, save_rows, saved_rows, softmax
 from .operator import Operator, mapped
+from .ranks import launch_of
 
 
 def reference(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
@@ -54,8 +58,31 @@ def on_cpu(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor, instru
     )
 
 
-# A GPU computes them by operations of torch.
-ON = {"reference": reference, "cpu": on_cpu, "cuda": reference}
+def on_cuda(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
+    rows, tokens, normalize, has_tail = problem
+    logits, index = rows.logits, rows.logits.get_device()
+    planned = launch_of(rows.layout())
+    if planned is None or not cuda.has_adjacent(logits) or logits.data_ptr() % logits.element_size():
+        on_cuda(problem._replace(rows=cuda.copied(rows)), sums, token_logits)
+        return
+    count = launch.row_count(logits.shape)
+    launch.check_row_count(count)
+    wanted = RowSums(
+        tokens=tokens.data_ptr(),
+        sums=sums.data_ptr(),
+        token_logits=token_logits.data_ptr(),
+        num_tokens=tokens.shape[-1],
+        sums_all=normalize == "all",
+        has_rest=has_tail,
+    )
+    # The kernel writes none of these.
+    filled = planned.fill(rows, None, 0, 0, TopK(sums, sums, sums))
+    arguments = (driver.argument(filled), driver.argument(bytes(wanted)))
+    function = driver.function(index, launch.sums_kernel(logits.dtype))
+    driver.call(function, (count,), launch.SUM_THREADS, arguments, index)
+
+
+ON = {"reference": reference, "cpu": on_cpu, "cuda": on_cuda}
 
 
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
