@@ -169,12 +169,6 @@ def test_trl_with_a_teacher(tmp_path):
     assert counted == (2 * NEW, 0, {})
 
 
-def test_trl_with_a_teacher_in_mixed_precision(tmp_path):
-    _, counted = assert_same_training(trl.DistillationTrainer, trl.DistillationConfig, tmp_path, bf16=True)
-    # accelerate wraps forward() in autocast.
-    assert counted == (0, 2 * NEW, {"forward() of a LlamaForCausalLM that has been replaced": 2})
-
-
 # PEFT
 
 PARTS = ["q_proj", "v_proj", "down_proj"]
@@ -414,22 +408,6 @@ def test_text_generation_with_a_stop_sequence():
     assert counted == (6, 0, {})
 
 
-def test_text_generation_of_a_chat():
-    model = llama()
-    write = pipeline("text-generation", model=model, tokenizer=word_tokenizer())
-    chat = [{"role": "system", "content": "w4"}, {"role": "user", "content": "w5 w6 w7"}]
-    found, counted = both_ways(model, lambda: write(chat, max_new_tokens=NEW, do_sample=False))
-    assert found[0]["generated_text"][-1]["role"] == "assistant"
-    assert counted == (NEW, 0, {})
-
-
-def test_text_generation_with_an_assistant():
-    model = llama()
-    write = pipeline("text-generation", model=model, tokenizer=word_tokenizer(), assistant_model=llama(seed=1))
-    _, counted = both_ways(model, lambda: write("w5 w6 w7", max_new_tokens=NEW, do_sample=False))
-    assert counted == (0, NEW, {"assistant_model": 1})
-
-
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 END, START, NO_TIMESTAMPS = "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"
 LANGUAGES, TASKS = ["<|en|>", "<|de|>"], ["<|translate|>", "<|transcribe|>"]
@@ -528,16 +506,6 @@ def test_speech_recognition_of_a_long_sound(options):
     assert found["text"] and ("return_timestamps" not in options or len(found["chunks"]) > 1)
     # As many as random weights write.
     assert counted.whole > 100 and counted[1:] == (0, {})
-
-
-@pytest.mark.parametrize("options", [{}, {"chunk_length_s": 1, "batch_size": 2}], ids=str)
-def test_speech_recognition_of_words(options):
-    model = whisper()
-    hear, sound = recognizer(model), noise(3.3)
-    found, counted = both_ways(model, lambda: hear(sound.copy(), return_timestamps="word", **options))
-    assert len(found["chunks"]) > 1
-    # When words were said is read from attentions.
-    assert counted.whole == 0 < counted.stock and counted.reasons.keys() == {"output_attentions"}
 
 
 # smolagents

@@ -30,7 +30,11 @@ def call(name: str, given: dict[str, Any], backend: Any = None) -> list[Tensor]:
     if isinstance(given.get("generator"), GeneratorOf):
         given["generator"] = torch.Generator().manual_seed(given["generator"])
     named = {x: f"local_{x}" if f"local_{x}" in parameters(name) else x for x in given}
-    return [x.cpu() for x in flat(function_of(name)(**{named[x]: y for x, y in given.items()}))]
+    before = {x: y.clone() for x, y in given.items() if type(y) is Tensor and not y.is_meta}
+    found = [x.cpu() for x in flat(function_of(name)(**{named[x]: y for x, y in given.items()}))]
+    for x, y in before.items():
+        assert given[x].equal(y), f"{name} has written to its `{x}`"
+    return found
 
 
 def parts_of(given: dict[str, Any]) -> list[fused_topk.TopKState]:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +12,6 @@ import torch
 import fused_topk
 from command_line import invoke
 from fused_topk import backends, env
-
-
-def test_module_runs():
-    """test_package.py runs its commands without the optional packages."""
-    done = subprocess.run([sys.executable, "-m", "fused_topk", "--help"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "info" in done.stdout and "cache" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,8 @@ def laid_out(x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", functions("strides"))
-def test_strides_of_what_is_multiplied(backend, name):
-    check_strides(functools.partial(call, backend=backend), name)
+def test_strides_of_what_is_multiplied(native, name):
+    check_strides(functools.partial(call, backend=native), name)
 
 
 def check_strides(run: Callable[[str, dict[str, Any]], list[Tensor]], name: str) -> None:

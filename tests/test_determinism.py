@@ -1,84 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same row gives the same bits: run after run, in any batch, with any number of threads."""
+"""The same row gives the same bits: run after run, in any batch, with any number of threads. And the same order on every backend."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 import fused_topk
-from fused_topk import TopK
-from oracle import DTYPES, assert_same, bits
+from contract_results import flat
+from oracle import DTYPES, bits
 from rows import adversarial_rows, random_logits, random_mask
 
-SHAPES = [(40, 5), (1000, 8), (5003, 65), (32000, 300), (128256, 8), (300007, 50)]
-IDS = [f"V{v}-k{k}" for v, k in SHAPES]
+# Of the last ones several threads, or blocks, share a row.
+VOCABS = (16, 40, 257, 1000, 5003, 32_000, 128_256, 300_007)
+ROWS = 9
+
+
+def calls_of(run: Callable[..., object], vocab_size: int) -> dict[str, Callable[[Tensor, Tensor], object]]:
+    """A call of each family, given some rows and their numbers, by which a row has a mask, scores, a token and a seed of its own."""
+    device = run.device
+    mask = random_mask(ROWS, vocab_size, device=device)
+    scores = random_logits(ROWS, 3, device=device)
+    k, many = min(20, vocab_size), min(300, vocab_size)
+    draws = {"num_samples": 5, "topk": 2}
+    found = {
+        "softmax_topk": lambda x, rows: run("softmax_topk", x, k),
+        "many": lambda x, rows: run("log_softmax_topk", x, many),
+        "masked": lambda x, rows: run("softmax_topk", x, k, mask=mask[rows], normalize="topk"),
+        "beams": lambda x, rows: run("beam_topk", torch.stack([x, x.flip(-1), x / 2], 1), scores[rows], k),
+        "states": lambda x, rows: run("topk_state", x, k, temperature=0.7),
+        "tokens": lambda x, rows: run("token_logprobs", x, rows.unsqueeze(-1), k=1, ranks=True),
+        "draws": lambda x, rows: run("sample", x, seed=rows, **draws),
+        "filtered draws": lambda x, rows: run("sample", x, seed=rows, top_k=50, top_p=0.9, logprobs="kept"),
+        "nucleus": lambda x, rows: run("sample", x, seed=rows, top_p=0.999, temperature=1.5, **draws),
+        "min_p": lambda x, rows: run("sample", x, seed=rows, min_p=0.05, **draws),
+        **{name: lambda x, rows, name=name: run(name, x) for name in ("softmax", "log_softmax", "logsumexp")},
+    }
+    if vocab_size <= 1024:
+        found["routers"] = lambda x, rows: run("router_topk", x, 8, scoring="sigmoid", renormalize=True)
+    return found
+
+
+def bits_of(result: object) -> list[Tensor]:
+    return [bits(x) if x.is_floating_point() else x for x in flat(result)]
+
+
+def assert_equal(got: list[Tensor], want: list[Tensor], told: object) -> None:
+    assert all(map(torch.equal, got, want)), told
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("vocab_size", "k"), SHAPES, ids=IDS)
-def test_row_topk_repeats(native, dtype, vocab_size, k):
-    logits = random_logits(3, vocab_size, dtype=DTYPES[dtype], device=native.device)
-    want = native("softmax_topk", logits, k)
-    for _ in range(5):
-        assert_same(native("softmax_topk", logits, k), want)
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_any_batch(native, dtype, vocab_size):
+    """A row alone, and in batches that give it more or fewer blocks or threads, wherever it lies."""
+    logits = random_logits(ROWS, vocab_size, dtype=DTYPES[dtype], device=native.device)
+    numbers = torch.arange(ROWS, device=native.device)
+    is_short = vocab_size <= 5003 or native.device == "cuda"
+    batches = [[0], [8], [3, 1], [6, 2, 0, 5], list(range(ROWS))[::-1] * (40 if is_short else 3)]
+    for name, call in calls_of(native, vocab_size).items():
+        whole = bits_of(call(logits, numbers))
+        for rows in batches:
+            got = bits_of(call(logits[rows], numbers[rows]))
+            assert_equal(got, [x[rows] for x in whole], (name, rows[:4]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("vocab_size", "k"), SHAPES, ids=IDS)
-def test_row_topk_does_not_depend_on_the_batch(native, dtype, vocab_size, k):
-    """A row alone, and in batches that give it more or fewer blocks or threads."""
-    logits = random_logits(9, vocab_size, dtype=DTYPES[dtype], device=native.device)
-    want = native("log_softmax_topk", logits, k)
-    for size in (1, 2, 4):
-        parts = [native("log_softmax_topk", part, k) for part in logits.split(size)]
-        assert_same(TopK(*map(torch.cat, zip(*parts))), want)
-    for repeats in (20, 100) if vocab_size <= 5003 or native.device == "cuda" else (4,):
-        many = native("log_softmax_topk", logits.repeat(repeats, 1), k)
-        assert_same(TopK(*(x[-9:] for x in many)), want)
-        assert_same(TopK(*(x[:9] for x in many)), want)
-
-
-def test_row_topk_adversarial_rows_do_not_depend_on_the_batch(native):
+def test_adversarial_rows_in_any_batch(native):
     logits = torch.stack(list(adversarial_rows(5003, 20, torch.float32).values())).to(native.device)
-    want = native("softmax_topk", logits, 20)
-    alone = [native("softmax_topk", row, 20) for row in logits]
-    assert_same(TopK(*map(torch.stack, zip(*alone))), want)
+    for entry, k in (("softmax_topk", (20,)), ("softmax", ())):
+        whole, alone = bits_of(native(entry, logits, *k)), [bits_of(native(entry, row, *k)) for row in logits]
+        assert_equal([torch.stack(x) for x in zip(*alone, strict=True)], whole, entry)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 9])
-def test_row_topk_does_not_depend_on_threads(cpu, threads, dtype, rows):
-    for vocab_size, k in SHAPES:
-        logits = random_logits(rows, vocab_size, dtype=DTYPES[dtype])
-        mask = random_mask(rows, vocab_size)
-        results = []
-        for number in (1, 2, 3, 4, 7):
-            threads(number)
-            results.append(
-                (cpu("softmax_topk", logits, k), cpu("softmax_topk", logits, k, mask=mask, normalize="topk"))
-            )
-        for plain, masked in results[1:]:
-            assert_same(plain, results[0][0])
-            assert_same(masked, results[0][1])
-
-
-@pytest.mark.parametrize("vocab_size", [1000, 128256])
-def test_beam_topk_does_not_depend_on_threads(cpu, threads, vocab_size):
-    logits, scores = random_logits(3, 4, vocab_size), random_logits(3, 4)
-    results = []
-    for number in (1, 2, 3, 8):
-        threads(number)
-        results.append(cpu("beam_topk", logits, scores, 8))
-    for got in results[1:]:
-        assert_same(got, results[0])
-
-
-def test_beam_topk_does_not_depend_on_the_batch(native):
-    logits, scores = random_logits(5, 4, 5003, device=native.device), random_logits(5, 4, device=native.device)
-    want = native("beam_topk", logits, scores, 8)
-    alone = [native("beam_topk", *(x.unsqueeze(0) for x in pair), 8) for pair in zip(logits, scores)]
-    assert_same(TopK(*map(torch.cat, zip(*alone))), want)
+@pytest.mark.parametrize("rows", [1, 3, ROWS])
+def test_any_number_of_threads(cpu, threads, dtype, rows):
+    for vocab_size in VOCABS:
+        logits = random_logits(ROWS, vocab_size, dtype=DTYPES[dtype])[:rows]
+        logits[-1, vocab_size // 3] = torch.nan
+        for name, call in calls_of(cpu, vocab_size).items():
+            results = []
+            for count in (1, 2, 3, 7):
+                threads(count)
+                results.append(bits_of(call(logits, torch.arange(rows))))
+            for got in results[1:]:
+                assert_equal(got, results[0], (name, vocab_size))
 
 
 @pytest.mark.parametrize(("vocab_size", "k"), [(1000, 8), (40000, 20)])

@@ -13,7 +13,7 @@ from torch import Tensor
 import fused_topk
 from fused_topk import TopK, TopKState
 from fused_topk.operators.merging import merge_parts
-from oracle import DTYPES, VALUES_OF, assert_same, assert_topk, bits, expected
+from oracle import DTYPES, VALUES_OF, assert_same, assert_topk, expected
 from rows import INF, NAN, adversarial_rows, packed, random_logits, random_mask
 
 ENTRIES = tuple(VALUES_OF)
@@ -241,17 +241,6 @@ def test_missing_candidates_are_marked(backend):
     lengths = torch.tensor([2, 1], dtype=torch.int32, device=backend.device)
     best, tokens, _ = merge_parts(logits, indices, m, d, lengths, 4, 1.0, None, "logits", "allowed", backend.name)
     assert best.tolist() == [[1.0, 0.0, -INF, -INF]] and tokens.tolist() == [[0, 1, 2, -1]]
-
-
-def test_inputs_stay_as_they_are(backend):
-    parts = random_states(backend, 3)
-    before = [tuple(x.clone() for x in part) for part in parts]
-    backend("merge_topk", parts, 9)
-    for part, copy in zip(parts, before, strict=True):
-        assert all(
-            torch.equal(bits(x) if x.is_floating_point() else x, bits(y) if y.is_floating_point() else y)
-            for x, y in zip(part, copy)
-        )
 
 
 class TestArguments:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import fused_topk
-from fused_topk import TopK
 from fused_topk.rows import LogitRows
-from oracle import VALUES_OF, assert_same
+from oracle import VALUES_OF
 from rows import random_logits, random_mask
 from test_autograd import distinct
 from test_merge import ENTRIES, states
@@ -85,11 +84,3 @@ def test_what_an_operator_must_not_be_given(backend):
         torch.ops.fused_topk.row_topk(
             *LogitRows(logits, row_temperature=of_rows), 4, "softmax", "allowed", backend.name
         )
-
-
-def test_inference_mode(backend):
-    logits = random_logits(3, 60, device=backend.device)
-    want = backend("merge_topk", states(backend, logits, 5, [30]), 5)
-    with torch.inference_mode():
-        got = backend("merge_topk", states(backend, logits, 5, [30]), 5)
-    assert_same(TopK(*(x.clone() for x in got)), want)

@@ -140,16 +140,16 @@ def test_row_topk_keeps_the_number_of_threads(backend, threads):
     assert torch.get_num_threads() == 2
 
 
-def test_row_topk_from_many_threads(backend):
+def test_row_topk_from_many_threads(native):
     """Callers share nothing that a neighbour could disturb."""
     shapes = [(1, 40000, 8), (3, 5003, 65), (40, 1000, 5), (2, 300, 300), (5, 128256, 20), (1, 100000, 600)]
-    cases = [(random_logits(rows, v, device=backend.device, seed=v), k) for rows, v, k in shapes]
-    wants = [backend("softmax_topk", logits, k) for logits, k in cases]
+    cases = [(random_logits(rows, v, device=native.device, seed=v), k) for rows, v, k in shapes]
+    wants = [native("softmax_topk", logits, k) for logits, k in cases]
 
     def work(number: int) -> None:
         for turn in range(8):
             logits, k = cases[(number + turn) % len(cases)]
-            assert_same(backend("softmax_topk", logits, k), wants[(number + turn) % len(cases)])
+            assert_same(native("softmax_topk", logits, k), wants[(number + turn) % len(cases)])
 
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(work, number) for number in range(16)]:

@@ -205,21 +205,6 @@ def test_beyond_the_kernels_limits():
             fused_topk.router_topk(x, k, backend="cpu")
 
 
-def test_empty(backend):
-    for shape in ((0, 64), (3, 0, 64)):
-        got = fused_topk.router_topk(random_logits(*shape, device=backend.device), 4, backend=backend.name)
-        assert got.weights.shape == got.experts.shape == (*shape[:-1], 4)
-
-
-def test_bits_do_not_depend_on_the_batch(native):
-    x, bias = random_logits(3000, 256, device=native.device), some_bias(256, native.device)
-    for settings in ({"renormalize": True}, GROUPED):
-        whole = fused_topk.router_topk(x, 8, bias=bias, **settings, backend=native.name)
-        for rows in (slice(0, 1), slice(1500, 1507)):
-            part = fused_topk.router_topk(x[rows], 8, bias=bias, **settings, backend=native.name)
-            assert_same(part, RouterTopK(*(each[rows] for each in whole)))
-
-
 def settings_of(scoring: str, renormalize: bool) -> dict:
     return {"scoring": scoring, "renormalize": renormalize, "groups": 4, "topk_groups": 2, "scale": 1.5}
 

@@ -466,30 +466,6 @@ def test_greedy_rows(backend):
     assert bool((got.tokens[1] != best.indices[1]).any())
 
 
-def test_a_row_draws_the_same_in_any_batch(backend):
-    logits = rows_of(3000, torch.bfloat16).to(backend.device)
-    seed = torch.arange(len(logits), device=backend.device)
-    for name in ("whole", "temperature", "usual", "top_p", "top_p_of_almost_all", "min_p"):
-        together = backend("sample", logits, seed=seed, num_samples=5, **SETTINGS[name])
-        for rows in ([3], [6, 2, 0], list(range(8, -1, -1)) * 9):
-            apart = backend("sample", logits[rows], seed=seed[rows], num_samples=5, **SETTINGS[name])
-            assert torch.equal(apart.tokens, together.tokens[rows])
-            assert torch.equal(apart.logprobs.view(torch.int32), together.logprobs[rows].view(torch.int32))
-
-
-def test_a_row_draws_the_same_on_any_number_of_threads(cpu, threads):
-    logits = rows_of(100_000, torch.bfloat16)[[0, 3, 4]]
-    logits[2, 77_777] = NAN
-    for name in ("whole", "temperature", "usual", "top_p", "min_p"):
-        drawn = []
-        for count in (1, 2, 5):
-            threads(count)
-            drawn.append(cpu("sample", logits, seed=torch.arange(3), num_samples=5, topk=2, **SETTINGS[name]))
-        for other in drawn[1:]:
-            assert torch.equal(other.tokens, drawn[0].tokens) and torch.equal(other.topk.indices, drawn[0].topk.indices)
-            assert torch.equal(other.logprobs.view(torch.int32), drawn[0].logprobs.view(torch.int32))
-
-
 def test_seeds_counters_and_streams(backend):
     logits = torch.zeros(3, 10_000, device=backend.device)
     same = backend("sample", logits, seed=torch.tensor([4, 4, 5], device=backend.device), num_samples=8).tokens

@@ -88,7 +88,13 @@ def test_each_row_has_its_own_parameters_and_tokens(backend):
         check_winners(got.tokens, noise, logits, settings, allowed)
 
 
-WARPERS = ["whole", "temperature", "top_k", "top_p", "usual", "min_p", "all"]
+EACH_WARPER = pytest.mark.parametrize(
+    "name",
+    [
+        *("whole", "usual", "all"),
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("temperature", "top_k", "top_p", "min_p")),
+    ],
+)
 
 
 def warped(logits: Tensor, settings: dict) -> Tensor:
@@ -121,16 +127,14 @@ def check_as_multinomial(backend, logits: Tensor, settings: dict, seed: int) -> 
     assert int((got != expected).sum()) <= 1
 
 
-@pytest.mark.parametrize("name", WARPERS)
+@EACH_WARPER
 def test_multinomial_draws_the_same_tokens(backend, name):
     """Also on a GPU, whose torch draws other numbers."""
     logits = random_logits(4000, 500).to(backend.device)
     check_as_multinomial(backend, logits, SETTINGS[name], seed=5)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in ("whole", "usual") else pytest.mark.exhaustive) for x in WARPERS]
-)
+@EACH_WARPER
 def test_multinomial_draws_the_same_tokens_of_a_vocabulary(backend, name):
     # On a GPU torch sorts equal logits in any order, so which of those at top-p's border it keeps is arbitrary. 16 bits have many.
     dtype = torch.bfloat16 if backend.device == "cpu" else torch.float32

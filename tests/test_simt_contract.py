@@ -97,18 +97,20 @@ PLAIN = (*FAMILIES, "beam_topk", "sample", "token_logprobs", "linear_token_logpr
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "rows"),
     [
-        pytest.param(name, marks=() if name in PLAIN else pytest.mark.exhaustive)
-        for name in functions("broadcast")
-        if name != "linear_sample"
+        *(
+            pytest.param(name, FEW, marks=() if name in PLAIN else pytest.mark.exhaustive)
+            for name in functions("broadcast")
+            if name != "linear_sample"
+        ),
+        *(pytest.param(name, MANY, marks=pytest.mark.exhaustive) for name in FAMILIES),
     ],
+    ids=str,
 )
-def test_what_broadcasts(name):
+def test_what_broadcasts(name, rows):
     """Of many rows by one function of each family. Of draws the mask, which alone reaches their kernels as it is given."""
-    check_what_broadcasts(
-        call_there, name, (FEW, MANY) if name in FAMILIES else (FEW,), only="mask" if name == "sample" else ""
-    )
+    check_what_broadcasts(call_there, name, (rows,), only="mask" if name == "sample" else "")
 
 
 @pytest.mark.parametrize("name", [name for name in functions("strides") if name.endswith("topk") and "." not in name])

@@ -217,22 +217,6 @@ def test_leading_dimensions(backend):
             check(backend, entry, logits)
 
 
-def test_empty(backend):
-    for entry in VALUES:
-        assert backend(entry, torch.empty(0, 5, device=backend.device)).shape == (0, 5)
-    assert backend("logsumexp", torch.empty(2, 0, 5, device=backend.device)).shape == (2, 0)
-
-
-@pytest.mark.parametrize("vocab_size", (1, 8, 16, 33, 100, 256, 257, 5000, 50_000, 300_000))
-def test_batch_changes_nothing(native, vocab_size):
-    """The same row gives the same bits alone, among others, and wherever it lies."""
-    logits = random_logits(7, vocab_size, device=native.device)
-    for entry in ENTRIES:
-        together = native(entry, logits)
-        for row in (0, 3, 6):
-            assert torch.equal(bits(native(entry, logits[row])), bits(together[row])), entry
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_short_rows_side_by_side(cpu, dtype):
     """Several short rows share a vector unit: a row has the same bits beside any others, wherever and however it lies."""
@@ -254,17 +238,6 @@ def test_short_rows_side_by_side(cpu, dtype):
             alone = [cpu(entry, row, temperature=float(t)) for row, t in zip(logits, different)]
             assert torch.equal(bits(cpu(entry, logits, temperature=different)), bits(torch.stack(alone)))
             assert torch.equal(bits(cpu(entry, logits.expand(2, 3, *logits.shape))[1, 2]), together)
-
-
-def test_threads_change_nothing(cpu, threads):
-    for shape in ((3, 100_000), (40, 3000), (200_000,), (5000, 30), (601, 256)):
-        logits = random_logits(*shape)
-        want = {}
-        for count in (1, 2, 5):
-            threads(count)
-            for entry in ENTRIES:
-                got = bits(cpu(entry, logits))
-                assert torch.equal(got, want.setdefault(entry, got)), (shape, count, entry)
 
 
 def test_instruction_sets_agree(cpu):

@@ -126,7 +126,7 @@ class _Allocations(TorchDispatchMode):
             if isinstance(made, Tensor) and made.numel() and _memory(made) not in known:
                 name = function.overloadpacket.__name__
                 role = "scratch" if name in ("empty", "new_empty") else "input"
-                if self._is_public and name.startswith(("empty", "new_empty")):
+                if self._is_public and name.startswith(("empty", "new_empty", "zeros", "new_zeros")):
                     role = "inout"
                 self.arrays.append(Array(f"{name} #{len(self.arrays)}", made, role))
         return result
