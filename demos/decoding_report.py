@@ -50,7 +50,8 @@ def print_calls(console: Console, title: str, cases: Mapping[str, Mapping[str, C
         table.add_column(header, justify="right")
     for case, ways in cases.items():
         for way, calls in ways.items():
-            cells = [case if way == STOCK else "", way, f"{calls.first_call:.2f}", f"{1e3 * calls.first_token:.2f}"]
+            cells = [case if way == STOCK else "", _LABELS.get(way, way)]
+            cells += [f"{calls.first_call:.2f}", f"{1e3 * calls.first_token:.2f}"]
             cells += [f"{1e3 * calls.step:.2f}", f"{ways[STOCK].step / calls.step:.2f}x", f"{calls.share_of_same:.0%}"]
             cells += [f"{(calls.peak_beyond_weights or 0) / 1e9:.2f}"] * has_peak
             table.add_row(*cells, end_section=way == list(ways)[-1])
