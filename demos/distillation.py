@@ -15,7 +15,7 @@ import copy
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import transformers
@@ -25,12 +25,19 @@ from tqdm import trange
 from transformers import AutoModelForCausalLM
 
 from causal_models import CausalModel, tiny
-from fused_topk import TopK, token_logprobs
+from fused_topk import TokenLogprobs, token_logprobs, topk
 from fused_topk.generation import text_token_logprobs
 from tiny_language_model import Recipe
 
 LENGTH, BATCH = 64, 8
 HELD_OUT = 32
+
+
+class Lesson(NamedTuple):
+    """The teacher's k best tokens at each position; their log-probabilities, and that of all others, in the end."""
+
+    tokens: Tensor  # [batch, length, k]
+    logprobs: Tensor  # [batch, length, k + 1]
 
 
 def texts(teacher: CausalModel, count: int) -> Tensor:
@@ -47,25 +54,32 @@ def texts(teacher: CausalModel, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def lessons_of(teacher: Any, tokens: Tensor, k: int) -> list[TopK]:
-    """The teacher's k best log-probabilities at each position, for each batch: all that has to be stored."""
-    found = [text_token_logprobs(teacher, batch[:, :-1], k=k).topk for batch in tokens.split(BATCH)]
-    return [best for best in found if best is not None]
+def lessons_of(teacher: Any, tokens: Tensor, k: int) -> list[Lesson]:
+    """What has to be stored of the teacher at each position, for each batch."""
+
+    def lesson(inputs: Tensor) -> Lesson:
+        logits = teacher(inputs).logits
+        best = topk(logits, k).indices
+        return Lesson(best, events(token_logprobs(logits, best, tail=True)))
+
+    return [lesson(batch[:, :-1]) for batch in tokens.split(BATCH)]
 
 
-def from_best(student: Any, inputs: Tensor, lesson: TopK) -> Tensor:
+def events(found: TokenLogprobs) -> Tensor:
+    """The log-probabilities of the given tokens, and of all others as one: [..., k + 1]."""
+    assert found.tail is not None
+    return torch.cat([found.logprobs, found.tail.unsqueeze(-1)], -1)
+
+
+def from_best(student: Any, inputs: Tensor, lesson: Lesson) -> Tensor:
     """Kullback-Leibler divergence of the student from the teacher, over the k tokens and all others as one. The student's
     logits are never all in memory."""
-    return divergence(text_token_logprobs(student, inputs, lesson.indices).logprobs, lesson.values)
+    return divergence(events(text_token_logprobs(student, inputs, lesson.tokens, tail=True)), lesson.logprobs)
 
 
 def divergence(ours: Tensor, theirs: Tensor) -> Tensor:
-    """The same, of log-probabilities [..., k]."""
-    # The probability of all other tokens, at least 1e-6 so that its logarithm is finite.
-    our_rest = torch.log1p(-ours.exp().sum(-1).clamp(max=1 - 1e-6))
-    their_rest = torch.log1p(-theirs.exp().sum(-1).clamp(max=1 - 1e-6))
-    of_best = (theirs.exp() * (theirs - ours)).sum(-1)
-    return (of_best + their_rest.exp() * (their_rest - our_rest)).mean()
+    """The same, of the log-probabilities of all events [..., k + 1]."""
+    return torch.nn.functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1).mean()
 
 
 def from_all(logits: Tensor, lesson: Tensor) -> Tensor:
@@ -119,7 +133,7 @@ def main(
         raise typer.BadParameter(f"--num-texts must be at most {most}, the texts that there are, got {num_texts}")
     tokens, held_out = everything[:-HELD_OUT], everything[-HELD_OUT:]
     lessons = lessons_of(teacher.model, tokens, k)
-    stored = sum(each.values.numel() * (4 + 4) + each.logsumexp.numel() * 4 for each in lessons)
+    stored = sum(4 * (each.tokens.numel() + each.logprobs.numel()) for each in lessons)
     full = tokens[:, 1:].numel() * teacher.vocab_size * 4
     print(f"Stored: {stored / 1e6:.0f} MB (float32 and int32), where the logits are {full / 1e6:,.0f} MB.", flush=True)
 

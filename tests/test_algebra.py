@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws of csrc/algebra/order.h and csrc/algebra/normalizer.h, on those files themselves: compiled by g++ and called through ctypes."""
+"""The laws of the files of csrc/algebra, on those files themselves: compiled by g++ and called through ctypes."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def _library() -> ctypes.CDLL:
         ("key_of", u32, [u64]),
         ("index_of", u32, [u64]),
         ("merge", None, [f32] * 5 + [ctypes.POINTER(f32)] * 2),
+        ("merge_moments", None, [ctypes.POINTER(f32)] * 2 + [f32, ctypes.POINTER(f32)]),
     ):
         function = getattr(loaded, f"algebra_{name}")
         function.restype, function.argtypes = result, arguments
@@ -254,3 +255,53 @@ def test_merge_maximum_never_loses_a_nan(a, b, c, d):
     m, _ = merge(merge((a, 1.0), (b, 1.0)), merge((c, 1.0), (d, 1.0)))
     values = (a, b, c, d)
     assert math.isnan(m) if any(map(math.isnan, values)) else m == max(values)
+
+
+# The moments.
+
+Moments = tuple[float, float, float]
+NO_MOMENTS: Moments = (-INF, 0.0, 0.0)
+
+
+def merge_moments(a: Moments, b: Moments, temperature: float = 1.0) -> Moments:
+    three = ctypes.c_float * 3
+    result = three()
+    _library().algebra_merge_moments(three(*a), three(*b), LOG2_E / temperature, result)
+    return tuple(result)
+
+
+def moments_of(row: list[float], temperature: float = 1.0) -> Moments:
+    return functools.reduce(lambda state, x: merge_moments(state, (x, 1.0, 0.0), temperature), row, NO_MOMENTS)
+
+
+def assert_moments_close(a: Moments, b: Moments) -> None:
+    assert_close(a[:2], b[:2])
+    # Terms of s are those of d times numbers of some hundreds at most.
+    assert math.isclose(a[2], b[2], rel_tol=4 * MERGE_ERROR, abs_tol=4 * MERGE_ERROR)
+
+
+@given(logits, logits, logits, temperatures, st.data())
+def test_moments_are_a_commutative_monoid(a, b, c, temperature, data):
+    cut = data.draw(st.integers(0, len(a)))
+    parts = merge_moments(moments_of(a[:cut], temperature), moments_of(a[cut:], temperature), temperature)
+    a, b, c = whole, *_ = [moments_of(row, temperature) for row in (a, b, c)]
+    assert_moments_close(parts, whole)
+    assert merge_moments(a, NO_MOMENTS, temperature) == merge_moments(NO_MOMENTS, a, temperature) == a
+    assert merge_moments(a, b, temperature) == merge_moments(b, a, temperature)
+    left = merge_moments(merge_moments(a, b, temperature), c, temperature)
+    assert_moments_close(left, merge_moments(a, merge_moments(b, c, temperature), temperature))
+
+
+@given(logits, temperatures)
+def test_moments_are_the_normalizer_and_the_entropy(row, temperature):
+    m, d, s = moments_of(row, temperature)
+    assert (m, d) == of_row(row, temperature)
+    if m == -INF:
+        assert (d, s) == (0.0, 0.0)
+        return
+    logp = [(x - m) / temperature - math.log(d) for x in row if x > -INF]
+    exact = -math.fsum(math.exp(each) * each for each in logp)
+    # s is in units of the logarithm to base 2.
+    assert math.isclose(math.log(d) - s / d * math.log(2), exact, rel_tol=1e-4, abs_tol=1e-4)
+    if len(logp) == 1:
+        assert (d, s) == (1.0, 0.0)

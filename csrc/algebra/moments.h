@@ -31,7 +31,7 @@ FUSED_TOPK_FN void rebase(Moments<NUMBER>& x, float m, NUMBER scale, EXP exp) {
 }
 
 template <class NUMBER, class EXP>
-FUSED_TOPK_FN Moments<NUMBER> merge(Moments<NUMBER> a, Moments<NUMBER> b, NUMBER scale, EXP exp) {
+FUSED_TOPK_FN Moments<NUMBER> merge_moments(Moments<NUMBER> a, Moments<NUMBER> b, NUMBER scale, EXP exp) {
   const float m = max_or_nan(a.m, b.m);
   rebase(a, m, scale, exp);
   rebase(b, m, scale, exp);

@@ -109,8 +109,8 @@ struct TokenSolver {
     const u32 read = RowReader(problem, row).blocks();
     for (u32 block = 0; block < read; ++block) {
       const State& state = states[row * blocks + block];
-      all = merge(all, state.all, inverse, exp);
-      if (problem.has_rest) rest = merge(rest, state.rest, inverse, exp);
+      all = merge_moments(all, state.all, inverse, exp);
+      if (problem.has_rest) rest = merge_moments(rest, state.rest, inverse, exp);
     }
     const float result[kSums] = {all.m, float(all.d), float(all.s), rest.m, float(rest.d)};
     std::copy(result, result + kSums, sums);

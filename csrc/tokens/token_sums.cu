@@ -32,7 +32,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 using Sums = Moments<float>;
 
 __device__ __forceinline__ Sums merge(const Sums& a, const Sums& b, Scale scale) {
-  return fused_topk::merge(a, b, scale.factor, exp2_approx);
+  return merge_moments(a, b, scale.factor, exp2_approx);
 }
 
 // Those of a warp, the same in every lane. All 32 lanes call it.

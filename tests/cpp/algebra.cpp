@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "../../csrc/algebra/moments.h"
 #include "../../csrc/algebra/normalizer.h"
 
 using namespace fused_topk;
@@ -32,5 +33,14 @@ void algebra_merge(float a_m, float a_d, float b_m, float b_d, float scale, floa
   const Normalizer merged = merge({a_m, a_d}, {b_m, b_d}, scale, [](float x) { return std::exp2(x); });
   *m = merged.m;
   *d = merged.d;
+}
+
+// a, b, result: [3], m, d and s
+void algebra_merge_moments(const float* a, const float* b, float scale, float* result) {
+  const auto exp2 = [](float x) { return std::exp2(x); };
+  const auto merged = merge_moments(Moments<float>{a[0], a[1], a[2]}, Moments<float>{b[0], b[1], b[2]}, scale, exp2);
+  result[0] = merged.m;
+  result[1] = merged.d;
+  result[2] = merged.s;
 }
 }
