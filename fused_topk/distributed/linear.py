@@ -176,7 +176,8 @@ def linear_token_logprobs(
         start: the token of this process's first row: how many rows the processes before it have. Nothing compares it with their
             numbers of rows.
         k: how many of the row's best tokens to return as well; 0 for none.
-        entropy, tail: whether to compute them, as :func:`fused_topk.linear_token_logprobs` does.
+        entropy: whether to compute the entropy, as :func:`fused_topk.linear_token_logprobs` does.
+        tail: whether to compute the tail, likewise.
 
     Contract:
         The collective takes a logit for each token as well, and for entropy and tail three numbers a row. Tokens of V or more are not
