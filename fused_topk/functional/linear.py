@@ -235,7 +235,7 @@ def linear_token_logprobs(
     if isinstance(weight, Tensor) and weight.dim() == 2:
         check_list("k", k, weight.shape[0])
     head = _checked_head(hidden, weight, bias, temperature, mask, normalize, backend)
-    check_tokens(tokens, logits_of_head(head.hidden, weight))
+    check_tokens(tokens, logits_of_head(head.rows.logits, weight))
     head = head._replace(targets=tokens if tokens.dim() == hidden.dim() else tokens.unsqueeze(-1))
     keeps_state = _is_learned(head)
     keeps_logits = keeps_state and not recompute and not is_traced()
@@ -300,7 +300,6 @@ def _checked_head(
 
 def _is_learned(head: LinearProblem) -> bool:
     """Whether a gradient may be wanted, which needs the state of each row."""
-    learned = (head.hidden, head.weight, head.bias)
-    return transform_is_active() or (
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
-    )
+    # Not the property `hidden`, which torch.compile of torch 2.6 cannot read from a named tuple.
+    learned = [x for x in (head.rows.logits, head.weight, head.bias) if x is not None]
+    return transform_is_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in learned))
