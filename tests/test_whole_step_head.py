@@ -55,7 +55,7 @@ def assert_steps(model, inputs, has_head, **options):
     assert steps.compiled == steps.whole > 0, steps
     step = next(reversed(entry._ready.get(model).store._kept.values()))
     assert (step._head is not None) == has_head
-    step.begin(copy.deepcopy(step._state), copy.deepcopy(step._constants), 9)
+    step.begin(copy.deepcopy(step.state), copy.deepcopy(step._constants), 9)
     with torch.no_grad(), Wide() as wide:
         step.advance()
     assert (wide.count == 0) == has_head

@@ -236,7 +236,10 @@ def linear_token_logprobs(
         check_list("k", k, weight.shape[0])
     head = _checked_head(hidden, weight, bias, temperature, mask, normalize, backend)
     check_tokens(tokens, logits_of_head(head.rows.logits, weight))
-    head = head._replace(targets=tokens if tokens.dim() == hidden.dim() else tokens.unsqueeze(-1))
+    # Not by _replace(), which torch.compile of torch 2.6 cannot trace.
+    rows, weight, bias, _, _ = head
+    of_rows = tokens if tokens.dim() == hidden.dim() else tokens.unsqueeze(-1)
+    head = LinearProblem(rows, weight, bias, of_rows, normalize)
     keeps_state = _is_learned(head)
     keeps_logits = keeps_state and not recompute and not is_traced()
     wanted = (k, "log_softmax", backend, ties if ranks else None, keeps_state, entropy, tail, keeps_logits)

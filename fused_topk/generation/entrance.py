@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from ..tracing import is_traced
-from .options import FusedDecoding, Options, Request
+from .options import FusedDecoding, Request
 from .statistics import count_reason, count_stock
 from .whole_step import (
     HAS_CACHE_ARGUMENT,
@@ -209,9 +209,8 @@ def enable(model: nn.Module, *, compile: bool = False, **gone: Any) -> None:
     and :func:`stats` says why. Calls of the model outside generate() and other models are not touched. A copy of the model, made with
     copy, pickle or torch.save, is not enabled. Call it again to change an option.
 
-    A whole step reads the prompt once for all beams of a sequence, and never copies the cache (:mod:`whole_step`). On a GPU each token
-    is one replay of a CUDA graph, captured in the first call of a shape (batch, beams, lengths rounded up). The first call of a model
-    tries it on a few tokens. A call that is given a cache goes on from it, and leaves there what stock leaves.
+    The first call of a model tries it on a few tokens. On a GPU the first call of a shape (batch, beams, lengths rounded up) captures its
+    step as a CUDA graph. A call that is given a cache goes on from it, and leaves there what stock leaves.
 
     Every process of a tensor-parallel model must enable it, and make the same calls. Disable the model before the process group is
     destroyed: NCCL waits for captured steps.
@@ -224,7 +223,7 @@ def enable(model: nn.Module, *, compile: bool = False, **gone: Any) -> None:
     Raises:
         TypeError: an argument of the wrong kind.
     """
-    request = Request(Options.checked(compile, 0, gone))
+    request = Request.checked(compile, 0, gone)
     with _lock:
         for module in _generators(model):
             _use(module).enabled = request
@@ -271,7 +270,7 @@ def fused_decoding(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, or a negative topk_per_step.
     """
-    block = Request(Options.checked(compile, topk_per_step, gone))
+    block = Request.checked(compile, topk_per_step, gone)
     with _entered_block(_generators(model), block):
         yield block.given
 
@@ -308,7 +307,8 @@ def _asked_for(model: Any) -> Request | None:
             return uses.enabled
         # This thread has entered no block; perhaps the thread that started it has. It takes the options of the newest
         # block, but its calls are not recorded there: the block may belong to another thread.
-        return Request(uses.blocks[-1].options)
+        newest = uses.blocks[-1]
+        return Request(newest.compile, newest.topk_per_step)
 
 
 def _run(model: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -330,17 +330,17 @@ def _run(model: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 def _served_or_stock(
     model: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, call: _Call
 ) -> Any:
-    options, request.given.topk = request.options, []
+    request.given.topk = []
     asked = _asked_of(model, args, kwargs)
     try:
         decline_for(of_arguments(model, stock, args, kwargs, asked))
-        if not options.topk_per_step and not options.compile and reads_few_logits(model, asked):
+        if not request.topk_per_step and not request.compile and reads_few_logits(model, asked):
             raise Declined(OF_FEW_LOGITS)
-        topk = TopKRecord(options.topk_per_step, request.given.topk) if options.topk_per_step else None
+        topk = TopKRecord(request.topk_per_step, request.given.topk) if request.topk_per_step else None
         checked = Checked.of(model)
         given = with_stop_strings(model, args, kwargs)
         given["custom_generate"] = Loop(
-            checked, options.compile, kwargs.get("streamer"), cache_of(kwargs) is not None, topk
+            checked, request.compile, kwargs.get("streamer"), cache_of(kwargs) is not None, topk
         )
     except Declined as declined:
         refuse(model)

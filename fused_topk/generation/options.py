@@ -3,29 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..arguments import check_flags
+from ..arguments import check_flags, check_int
 from ..gone import refuse
 from ..problem import TopK
-
-
-class Options(NamedTuple):
-    """The options of :func:`fused_topk.generation.fused_decoding`."""
-
-    compile: bool = False
-    topk_per_step: int = 0
-
-    @staticmethod
-    def checked(compile: Any, topk_per_step: Any, gone: dict[str, Any]) -> Options:
-        if gone:
-            refuse("fused_decoding", gone)
-        check_flags(compile=compile)
-        if isinstance(topk_per_step, bool) or not isinstance(topk_per_step, int):
-            raise TypeError(f"`topk_per_step` must be an int, got {type(topk_per_step).__name__}; pass 0 for no record")
-        if topk_per_step < 0:
-            raise ValueError(f"`topk_per_step` must not be negative, got {topk_per_step}; pass 0 for no record")
-        return Options(compile, topk_per_step)
 
 
 class FusedDecoding:
@@ -43,8 +25,19 @@ class FusedDecoding:
 
 
 class Request:
-    """What enable() or a with block asks for."""
+    """What enable() or a with block asks for, and its record."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, compile: bool, topk_per_step: int) -> None:
+        self.compile = compile
+        self.topk_per_step = topk_per_step
         self.given = FusedDecoding()
+
+    @staticmethod
+    def checked(compile: Any, topk_per_step: Any, gone: dict[str, Any]) -> Request:
+        if gone:
+            refuse("fused_decoding", gone)
+        check_flags(compile=compile)
+        check_int("topk_per_step", topk_per_step)
+        if topk_per_step < 0:
+            raise ValueError(f"`topk_per_step` must not be negative, got {topk_per_step}; pass 0 for no record")
+        return Request(compile, topk_per_step)

@@ -8,7 +8,7 @@ long enough if they remove its last token.
 from __future__ import annotations
 
 import math
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as stock
 
 from .. import functional
+from ..arguments import check_int
 from ..layout.topk_choice import MAX_K
 
 # Room for tokens that tie with the k-th: with bfloat16 logits of 152k tokens, k = 1024 has 15 to 22 of them.
@@ -68,8 +69,7 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
         min_tokens_to_keep: int = 1,
     ) -> None:
         for name, count in (("top_k", top_k), ("min_tokens_to_keep", min_tokens_to_keep)):
-            if isinstance(count, bool) or not isinstance(count, Integral):
-                raise TypeError(f"`{name}` must be an int, got {type(count).__name__}; use int({name})")
+            check_int(name, count)
             if count < 1:
                 raise ValueError(
                     f"`{name}` must be at least 1, got {count}; leave the processor out to keep all tokens"

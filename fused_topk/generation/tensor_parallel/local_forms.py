@@ -81,7 +81,8 @@ def reason_against(model: nn.Module) -> str | None:
             continue
         found = part_of(module)
         if found is None:
-            return f"a tensor-parallel {type(module).__name__} of {_name_of(module)}"
+            style = _style_of(module)
+            return f"a tensor-parallel {type(module).__name__} of {'an unknown plan' if style is None else style.name}"
         meshes.add(found.group)
     return "a tensor-parallel model over several groups" if len(meshes) > 1 else None
 
@@ -186,8 +187,3 @@ def _style_of(module: nn.Module) -> _Style | None:
     if style is None or mesh is None or not is_of_class:
         return None
     return _Style(type(style).__name__, style, mesh)
-
-
-def _name_of(module: nn.Module) -> str:
-    found = _style_of(module)
-    return "an unknown plan" if found is None else found.name

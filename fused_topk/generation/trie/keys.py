@@ -54,9 +54,9 @@ def of(sequences: Any, end_token_id: int) -> Keys:
     catalogue = _catalogue(sequences)
     keys = np.empty(catalogue.most_keys + 1, dtype=np.int64)
     # The node of each item that has further tokens.
-    nodes = np.zeros(len(catalogue), dtype=np.int64)
+    nodes = np.zeros(catalogue.items, dtype=np.int64)
     levels, items = [0], 0
-    for goes_on, tokens in catalogue.levels():
+    for goes_on, tokens in catalogue.levels:
         _check(tokens, end_token_id)
         inner = np.empty(0, dtype=np.int64)
         if not goes_on.all():
@@ -111,49 +111,41 @@ def wide_nodes(keys: Keys, above: int) -> tuple[np.ndarray, np.ndarray, int]:
     return np.concatenate(nodes), np.concatenate(counts), others
 
 
-class _Table:
+class _Catalogue(NamedTuple):
+    """Items before they are sorted."""
+
+    items: int
+    most_keys: int
+    # For each level, which items of the level before have a further token, and these tokens.
+    levels: Iterator[tuple[np.ndarray, np.ndarray]]
+
+
+def _of_table(table: np.ndarray) -> _Catalogue:
     """Items of one length, as an array."""
-
-    def __init__(self, table: np.ndarray) -> None:
-        if not table.size:
-            raise _nothing(len(table))
-        self._table = table
-        self.most_keys = table.size
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def levels(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """For each level, which items of the level before have a further token, and these tokens."""
-        all_of_them = np.ones(len(self), dtype=bool)
-        for tokens in self._table.T:
-            yield all_of_them, tokens
+    if not table.size:
+        raise _nothing(len(table))
+    all_of_them = np.ones(len(table), dtype=bool)
+    return _Catalogue(len(table), table.size, ((all_of_them, tokens) for tokens in table.T))
 
 
-class _Ragged:
+def _of_lists(tokens: np.ndarray, lengths: np.ndarray) -> _Catalogue:
     """Items of any length, one after the other."""
+    if not len(lengths) or not lengths.all():
+        raise _nothing(len(lengths))
+    # Each item may end at a node with children.
+    return _Catalogue(len(lengths), len(tokens) + len(lengths), _levels(tokens, lengths))
 
-    def __init__(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        if not len(lengths) or not lengths.all():
-            raise _nothing(len(lengths))
-        self._tokens, self._lengths = tokens, lengths
-        # Each item may end at a node with children.
-        self.most_keys = len(tokens) + len(lengths)
 
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def levels(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """See :class:`_Table`."""
-        ends = self._lengths.cumsum()
-        places = ends - self._lengths
-        while True:
-            goes_on = places < ends
-            places, ends = places[goes_on], ends[goes_on]
-            if not len(places):
-                return
-            yield goes_on, self._tokens[places]
-            places += 1
+def _levels(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    ends = lengths.cumsum()
+    places = ends - lengths
+    while True:
+        goes_on = places < ends
+        places, ends = places[goes_on], ends[goes_on]
+        if not len(places):
+            return
+        yield goes_on, tokens[places]
+        places += 1
 
 
 def _nothing(items: int) -> ValueError:
@@ -162,7 +154,7 @@ def _nothing(items: int) -> ValueError:
     return ValueError("`sequences` must hold at least one item, got none; decode without a trie")
 
 
-def _catalogue(sequences: Any) -> _Table | _Ragged:
+def _catalogue(sequences: Any) -> _Catalogue:
     if isinstance(sequences, torch.Tensor):
         check_tensor("sequences", sequences)
         if sequences.is_meta:
@@ -174,13 +166,13 @@ def _catalogue(sequences: Any) -> _Table | _Ragged:
                 f"`sequences` as a tensor must be integers of shape (items, tokens), got {sequences.dtype} of shape "
                 f"{sequences.shape}; pass a list of lists for items of unequal length"
             )
-        return _Table(sequences)
+        return _of_table(sequences)
     try:
         items: Sequence[Any] = sequences if isinstance(sequences, Sequence) else list(sequences)
         lengths = np.fromiter(map(len, items), dtype=np.int64, count=len(items))
         listed: Iterable[Any] = (item.tolist() if hasattr(item, "tolist") else item for item in items)
         tokens = map(operator.index, chain.from_iterable(listed))
-        return _Ragged(np.fromiter(tokens, dtype=np.int64, count=int(lengths.sum())), lengths)
+        return _of_lists(np.fromiter(tokens, dtype=np.int64, count=int(lengths.sum())), lengths)
     except TypeError as error:
         raise TypeError(
             f"`sequences` must be lists of integers, an integer tensor or an iterable of items ({error}); pass token ids"

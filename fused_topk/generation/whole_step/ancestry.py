@@ -116,9 +116,6 @@ class Mask:
             self._of_one[:, 1, :, : end - self._window] = -torch.inf
         return self._of_one[..., :end]
 
-    def _steps(self, shown: int) -> Tensor:
-        return torch.arange(shown, device=self.prompt.device)
-
     def __call__(self, parents: Tensor | None, step: Tensor, shown: int, is_gathered: bool) -> Tensor:
         """[batch, 1 or 2, groups * beams, places]: 0 where a beam may look, else -inf. The second mask is for layers with a window.
 
@@ -132,7 +129,7 @@ class Mask:
             is_gathered: whether attention gets each beam's own new tokens.
         """
         (batch, prompt), beams = self.prompt.shape, len(self._beams)
-        steps = self._steps(shown)
+        steps = torch.arange(shown, device=self.prompt.device)
         if is_gathered or parents is None:
             is_past = (steps <= step).expand(batch, beams, -1)
         else:

@@ -109,11 +109,7 @@ def _divisor(length: Tensor, penalty: Tensor) -> Tensor:
 
 
 def at_first(rules: Rules, batch: int, room: int, device: torch.device) -> Beams:
-    """Before the first token: all beams are the same text, and only the first beam counts.
-
-    Args:
-        room: for how many tokens there is room.
-    """
+    """Before the first token: all beams are the same text, and only the first beam counts. There is room for `room` tokens."""
     shape = (batch, rules.beams)
     scores = torch.full(shape, VOID, dtype=torch.float32, device=device)
     empty = torch.full((*shape, room), -1, dtype=torch.int64, device=device)

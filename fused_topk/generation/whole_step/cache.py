@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import CacheLayerMixin
 
 from ...tracing import is_traced_by_dynamo
 
@@ -346,14 +346,3 @@ def state_layers(config: Any) -> dict[int, Any]:
         return {}
     layers: list[Any] = DynamicCache(config=config).layers
     return {number: layer for number, layer in enumerate(layers) if type(layer) is STATE_LAYER}
-
-
-def shared_prompt_cache(num_layers: int, places: Places, source: int | None, states: dict[int, Any]) -> Any:
-    """Args:
-    source: places for an encoder's output; None for a model without an encoder.
-    states: the layers that have a state.
-    """
-    cache = Cache(layers=[states.get(number, SharedPromptLayer(places)) for number in range(num_layers)])
-    if source is None:
-        return cache
-    return EncoderDecoderCache(cache, Cache(layers=[SourceLayer(source) for _ in range(num_layers)]))

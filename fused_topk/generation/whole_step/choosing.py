@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
 from ... import functional
 from ...problem import TopK
@@ -113,7 +113,8 @@ class Choices(NamedTuple):
         if self.rules.beams == 1:
             return texts.choose_tokens(state, constants, head.greatest(hidden, None), now, are_last)
         scores, indices = head.continuations(hidden, state.running.scores, self.rules.kept, None)
-        _refuse_nan(scores)
+        if _has_nan(scores):
+            raise Declined("NaN among the scores")
         return beams.choose(state, constants, scores, indices, head.vocab_size, now, are_last)
 
     def _ends(self, text: Tensor, indices: Tensor, vocab_size: int, kept: KeptOutputs | None) -> Tensor:
@@ -191,7 +192,8 @@ class _Scores:
         # Stock generate() chooses from float32.
         self.logits = logits.float() if logits.dtype is torch.float64 else logits
         self.is_plain = not plan.called
-        self._plan, self._text, self._are_log_probs = plan, text, are_log_probs
+        self._plan, self._are_log_probs = plan, are_log_probs
+        self._text: Any = text
         self._called: Tensor | None = None
         self._last: Tensor | None = None
 
@@ -208,22 +210,16 @@ class _Scores:
             # A copy: a processor may write to it.
             of_beams = self._are_log_probs
             scores = self.logits.float().log_softmax(-1) if of_beams else self.logits.to(torch.float32, copy=True)
-            self._called = self._plan.run(self._text, scores)
+            self._called = LogitsProcessorList(self._plan.called)(self._text, scores)
         return self._called
 
     def last(self) -> Tensor:
         """float32 [R, V]: the scores after all processors, as stock generate() has them."""
         if self._last is None:
-            self._last = self._plan.run_rest(self._text, self.called())
+            self._last = LogitsProcessorList(self._plan.rest)(self._text, self.called())
         return self._last
 
 
 def _has_nan(scores: Tensor) -> bool:
     """Whether the continuations of a sequence have no order: their scores are NaN. On a GPU a look would wait for the device."""
     return not scores.is_cuda and bool(scores[:, 0].isnan().any())
-
-
-def _refuse_nan(scores: Tensor) -> None:
-    """Raises Declined where :func:`_has_nan`, in a call whose logits are not known."""
-    if _has_nan(scores):
-        raise Declined("NaN among the scores")

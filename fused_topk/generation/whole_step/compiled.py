@@ -101,7 +101,15 @@ class Codes:
         codes = self._of.get(key)
         if codes is None:
             codes = self._of.setdefault(key, [Code(function, True), Code(function, False)])
-        return [OneGraph(codes[0], args), _Pieces(codes[1], args)]
+        in_pieces = codes[1]
+
+        def pieces() -> Any:
+            result = in_pieces.called(args)
+            if not in_pieces.number:
+                raise NothingCompiled
+            return result
+
+        return [OneGraph(codes[0], args), pieces]
 
 
 def let_vary(tensor: Tensor, dims: tuple[int, ...]) -> None:
@@ -114,19 +122,6 @@ def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:
     compile: Any = torch._dynamo.lookup_backend("inductor")
     run: Callable[..., Any] = compile(graph, inputs)
     return run
-
-
-class _Pieces:
-    """A function on its arguments, compiled in as many pieces as it takes."""
-
-    def __init__(self, code: Code, args: tuple[Any, ...]) -> None:
-        self._code, self._args = code, args
-
-    def __call__(self) -> Any:
-        result = self._code.called(self._args)
-        if not self._code.number:
-            raise NothingCompiled
-        return result
 
 
 class Place(NamedTuple):

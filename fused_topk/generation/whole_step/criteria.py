@@ -53,6 +53,8 @@ class Criteria:
 
     reason: why they cannot be served; None where they can.
     ask_host: whether some are of unknown classes. They are called once for each token, with what transformers' loops give them.
+    read_text: whether some look at the tokens of texts.
+    have_clocks: whether some end texts after a time.
     ends: the tokens that end a text.
     max_length: the greatest length of a text, with its prompt.
     """
@@ -65,7 +67,6 @@ class Criteria:
         elif any(isinstance(each, _KNOWN) for each in unknown):
             # Of a class that somebody has patched, or that is made of one of these.
             self.reason = f"stopping criterion {type(unknown[0]).__name__}"
-        self._others = StoppingCriteriaList(unknown)
         known = [each for each in criteria if each not in unknown]
         self.ends = tuple(
             token
@@ -77,19 +78,10 @@ class Criteria:
         # Without a criterion of length there is a reason: somebody has patched it.
         self.max_length = min(lengths, default=0)
         self._clocks = [each for each in known if isinstance(each, MaxTimeCriteria)]
-        self._strings = [each for each in known if isinstance(each, StopStringCriteria)]
-
-    @property
-    def have_clocks(self) -> bool:
-        return bool(self._clocks)
-
-    @property
-    def ask_host(self) -> bool:
-        return bool(self._others)
-
-    @property
-    def read_text(self) -> bool:
-        return bool(self._strings or self._others)
+        self.have_clocks = bool(self._clocks)
+        strings = [each for each in known if isinstance(each, StopStringCriteria)]
+        self._of_text = StoppingCriteriaList([*strings, *unknown])
+        self.read_text, self.ask_host = bool(self._of_text), bool(unknown)
 
     def end(self, text: Tensor, scores: Sequence[Tensor] | None) -> Tensor:
         """bool [R]: which of the texts [R, length] end because of what is in them. Known criteria wait for nothing.
@@ -98,7 +90,7 @@ class Criteria:
             scores: of the steps so far, where the user asks for them.
         """
         given: Any = None if scores is None else tuple(scores)
-        found: Tensor = StoppingCriteriaList([*self._strings, *self._others])(text, given)
+        found: Tensor = self._of_text(text, given)
         return found
 
     def end_all(self, ids: Tensor, length: int) -> bool:

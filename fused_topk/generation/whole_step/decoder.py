@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import MoEModelOutput
 
 from .ancestry import Mask, Table, gathers, written_places
 from .attention import AttentionCall, reads_tables, watched
-from .cache import Length, Places, SharedPromptLayer, shared_prompt_cache, state_layers
+from .cache import Length, Places, SharedPromptLayer, SourceLayer, state_layers
 from .facts import arguments_of, cache_argument, num_layers, takes_positions, vocab_size_of
 
 
@@ -45,14 +46,6 @@ class Prompt(NamedTuple):
         return tuple(self.positions.shape[:-2])
 
 
-class _Bytes(NamedTuple):
-    """The bytes that a call holds."""
-
-    place: int  # of one place, in all layers
-    largest: int  # of one place, in the largest tensor of keys or of values
-    logits: int  # of the logits of a step, in float32
-
-
 class Decoder:
     """Reads a prompt, then one token of each beam at a time. At first there is no room for these tokens: see :meth:`open`.
 
@@ -63,9 +56,13 @@ class Decoder:
         beams: rows for each sequence.
         source: the length of an encoder's output; a shorter one has padding after it. None for a model without an encoder.
         is_kept: whether later calls read other prompts with it, by the same compiled code.
-        headless: the twin without its LM head, for :meth:`read_states`; None where that is not called.
         for_steps: a twin that reads the tokens after the prompt; None where `twin` does.
     """
+
+    _kind_of_places: type[Places] = Places
+    _kind_of_layer: type[SharedPromptLayer] = SharedPromptLayer
+    # Whether each beam has a row of an encoder's output.
+    _repeats_source = False
 
     def __init__(
         self,
@@ -76,12 +73,10 @@ class Decoder:
         device: torch.device,
         source: int | None = None,
         is_kept: bool = False,
-        headless: Any = None,
         for_steps: Any = None,
     ) -> None:
         self._twin = twin
         self._for_steps = twin if for_steps is None else for_steps
-        self._headless = headless
         # A frozenset: every version of torch.compile traces it.
         self._arguments = arguments_of(twin.forward)
         self._takes_positions = takes_positions(twin, self._arguments)
@@ -89,10 +84,14 @@ class Decoder:
         self._beams = beams
         self._is_kept = is_kept
         self._is_text = torch.zeros(batch, prompt, dtype=torch.bool, device=device)
-        self._places = self._made_places(self._is_text)
-        self._states = state_layers(twin.config)
-        self._cache = self._made_cache(source)
-        self._of_text: list[Any] = (self._cache if source is None else self._cache.self_attention_cache).layers
+        self._places = self._kind_of_places(self._is_text, beams, is_kept)
+        number, self._states = num_layers(twin.config), state_layers(twin.config)
+        cache = Cache(layers=[self._states.get(each, self._kind_of_layer(self._places)) for each in range(number)])
+        self._of_text: list[Any] = cache.layers
+        self._cache: Any = cache
+        if source is not None:
+            of_source: list[Any] = [SourceLayer(source, beams if self._repeats_source else 1) for _ in range(number)]
+            self._cache = EncoderDecoderCache(cache, Cache(layers=of_source))
         # The layers that keep the text, without those that have a state.
         self._layers = [layer for layer in self._of_text if isinstance(layer, SharedPromptLayer)]
         self._last_positions = torch.zeros(batch * beams, 1, dtype=torch.int64, device=device)
@@ -100,15 +99,8 @@ class Decoder:
         # A step needs only the shape of the encoder's output, and its mask.
         self._of_source: dict[str, Any] = {}
         self._may_gather = False
-        self._bytes: _Bytes | None = None
         self._mask: Mask | Table | None = None
         self.calls: list[AttentionCall] = []
-
-    def _made_places(self, is_text: Tensor) -> Places:
-        return Places(is_text, self._beams, self._is_kept)
-
-    def _made_cache(self, source: int | None) -> Any:
-        return shared_prompt_cache(num_layers(self._twin.config), self._places, source, self._states)
 
     @property
     def num_bytes(self) -> int:
@@ -174,18 +166,15 @@ class Decoder:
         while it reads the prompt, queries and hidden states, and the keys and values of a layer a second time.
         """
         places, beams = self._places, self._beams
-        if self._bytes is None:
-            layers = [layer for layer in self._layers if layer.is_initialized]
-            of_place = [each.nbytes // each.shape[2] for layer in layers for each in (layer.keys, layer.values)]
-            of_logits = 4 * len(self._is_text) * beams * vocab_size_of(self._twin.config)
-            self._bytes = _Bytes(sum(of_place), max(of_place), of_logits)
-        place = self._bytes.place
+        layers = [layer for layer in self._layers if layer.is_initialized]
+        # The bytes of one place: in all layers, and in the largest tensor of keys or of values.
+        of_place = [each.nbytes // each.shape[2] for layer in layers for each in (layer.keys, layer.values)]
+        place, largest = sum(of_place), max(of_place)
         # While keys move to larger tensors, they are there twice. So they are in transformers' loop.
-        moved = self._bytes.largest * places.up_to(places.capacity)
+        moved = largest * places.up_to(places.capacity)
         of_prompts = (beams - 1) * places.prompt * place
-        of_logits = self._bytes.logits - moved
-        of_reading = 4 * beams * places.prompt * self._bytes.largest
-        of_reading -= moved + beams * (places.room + 1) * place
+        of_logits = 4 * len(self._is_text) * beams * vocab_size_of(self._twin.config) - moved
+        of_reading = 4 * beams * places.prompt * largest - moved - beams * (places.room + 1) * place
         return (of_prompts + max(0, of_logits, of_reading)) // (beams * place)
 
     def read_prompt(self, prompt: Prompt) -> Tensor:
@@ -264,12 +253,8 @@ class Decoder:
         """
         return self.read_by(self._for_steps, tokens, parents, step, shown)
 
-    def read_states(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
-        """What the LM head would get, [batch * beams, H]. Arguments as of :meth:`read`."""
-        return self.read_by(self._headless, tokens, parents, step, shown)
-
     def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
-        """The same by `twin`, a callable in the place of the twin."""
+        """The same by `twin`, a callable in the place of the twin; without an LM head what that would get, [batch * beams, H]."""
         made = self._mask
         assert made is not None
         if parents is not None:

@@ -18,8 +18,6 @@ from ... import functional
 
 # The most categories that torch.multinomial takes.
 _CATEGORIES = 1 << 24
-# Beyond that, this many places at a time take part in a race.
-_RACERS = 1 << 22
 
 
 def noise(rows: int, columns: int, device: torch.device) -> Tensor:
@@ -48,16 +46,14 @@ def _is_quick_form_equal() -> bool:
 
 
 def drawn(scores: Tensor, count: int) -> Tensor:
-    """int64 [R, count]: places of `scores` [R, n], as torch.multinomial draws them of their softmax without replacement, for any n.
+    """int64 [R, count]: places of `scores` [R, n], as torch.multinomial draws them of their softmax without replacement.
 
     Raises:
-        RuntimeError: a row has no distribution; on a CPU.
+        RuntimeError: there are more places than torch.multinomial takes, or, on a CPU, a row has no distribution.
     """
     probs = scores.softmax(-1)
     rows, columns = probs.shape
-    if columns > _CATEGORIES:
-        return _winners(probs, count)
-    is_quick = probs.device.type == "cpu" and probs.dtype is torch.float32
+    is_quick = probs.device.type == "cpu" and probs.dtype is torch.float32 and columns <= _CATEGORIES
     # A row without a distribution has NaN everywhere.
     if not is_quick or bool(probs[:, 0].isnan().any()):
         # It also says what is wrong.
@@ -66,19 +62,6 @@ def drawn(scores: Tensor, count: int) -> Tensor:
     found = functional.topk(quotients, count)
     # Among tokens of probability 0 the order is that of torch.topk.
     return quotients.topk(count).indices if bool((found.values[:, -1] == 0).any()) else found.indices
-
-
-def _winners(probs: Tensor, count: int) -> Tensor:
-    """The same for more places than torch.multinomial takes, in float64: float32 has too few different numbers for so many places."""
-    if not probs.is_cuda and not bool(probs.isfinite().all()):
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    values, places = [], []
-    for start in range(0, probs.shape[-1], _RACERS):
-        part = probs[:, start : start + _RACERS].double()
-        won = (part / torch.empty_like(part).exponential_()).topk(min(count, part.shape[-1]))
-        values.append(won.values)
-        places.append(won.indices + start)
-    return torch.cat(places, 1).gather(1, torch.cat(values, 1).topk(count).indices)
 
 
 class InVain:

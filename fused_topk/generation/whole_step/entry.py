@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from .beams import Rules
 from .cache import state_layers
 from .choosing import TopKRecord
 from .criteria import Criteria
-from .decoder import Decoder
+from .decoder import Decoder, Prompt
 from .facts import has_table, num_positions, vocab_size_of
 from .plan import Plan, reason_against
 from .prompts import Ready
@@ -60,11 +61,17 @@ def ready_for(model: Any) -> Ready:
         Declined: the model cannot be served.
     """
     with _lock:
-        ready = _ready.get(model)
-        if ready is None or not ready.of.is_of(model):
+        ready = _known(model)
+        if ready is None:
             ready = _ready[model] = _made_ready(model)
     decline_for(ready.reason)
     return ready
+
+
+def _known(model: Any) -> Ready | None:
+    """What is kept of the model as it is now; None for nothing."""
+    ready = _ready.get(model)
+    return ready if ready is not None and ready.of.is_of(model) else None
 
 
 class Checked(NamedTuple):
@@ -80,17 +87,11 @@ class Checked(NamedTuple):
             Declined: no call of the model is served.
         """
         with _lock:
-            ready = _ready.get(model)
-            ready = ready if ready is not None and ready.of.is_of(model) else None
+            ready = _known(model)
         if ready is not None:
             decline_for(ready.reason)
         decline_for(reasons.of_model(model))
         return Checked(model, ready)
-
-
-def _state_of(module: Any) -> dict[str, Any]:
-    """The attributes of a module that are not this package's."""
-    return {name: value for name, value in vars(module).items() if name != attribute.KEPT}
 
 
 def _made_ready(model: Any) -> Ready:
@@ -160,7 +161,7 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
 
 def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
     """See twin.twin_of. The twin of a tensor-parallel model has this process's parts of the weights."""
-    twin = twin_of(model, attention, _state_of, is_steady)
+    twin = twin_of(model, attention, is_steady)
     local_forms.take_parts(model, twin)
     return twin
 
@@ -173,6 +174,7 @@ def _twin_raises(model: Any, error: Exception) -> str:
     return f"a twin of a {type(model).__name__} raises {said_by(error)}"
 
 
+@dataclass(frozen=True)
 class Loop:
     """What generate() runs, through `custom_generate=`: whole steps, or where these do not serve the call transformers' own loop.
 
@@ -184,14 +186,11 @@ class Loop:
         topk: gets the best tokens of each step; None where nobody asks for them.
     """
 
-    def __init__(
-        self, checked: Checked, compile: bool, streamer: Any, is_cache_given: bool, topk: TopKRecord | None
-    ) -> None:
-        self._checked = checked
-        self._compile = compile
-        self._streamer = streamer
-        self._is_cache_given = is_cache_given
-        self._topk = topk
+    checked: Checked
+    compile: bool
+    streamer: Any
+    is_cache_given: bool
+    topk: TopKRecord | None
 
     def __call__(
         self,
@@ -209,8 +208,8 @@ class Loop:
             return search.run()
         except Declined as declined:
             reason = str(declined)
-        if self._topk is not None:
-            self._topk.steps.clear()
+        if self.topk is not None:
+            self.topk.steps.clear()
         if together is not None:
             together.refuse()
         name = reasons.loop_of(generation_config)
@@ -218,7 +217,7 @@ class Loop:
             raise Declined(reason)
         # As generate() itself goes on. So nothing that it has prepared is prepared again, such as an encoder's output.
         count_reason(reason)
-        extra = {} if self._streamer is None else {"streamer": self._streamer}
+        extra = {} if self.streamer is None else {"streamer": self.streamer}
         result = getattr(model, name)(*given[1:], **extra, **inputs)
         count_stock(getattr(result, "sequences", result).shape[1] - input_ids.shape[1])
         return result
@@ -239,8 +238,8 @@ class Loop:
             Declined: it is not served.
         """
         # The model's generate() may have called that of a part.
-        is_part = model is not self._checked.model
-        ready = Checked.of(model).ready if is_part else self._checked.ready
+        is_part = model is not self.checked.model
+        ready = Checked.of(model).ready if is_part else self.checked.ready
         decline_for(reasons.of_config(generation_config) or reasons.of_inputs(inputs, model.config.is_encoder_decoder))
         decline_for(reason_against(logits_processor))
         criteria = Criteria(stopping_criteria)
@@ -252,7 +251,7 @@ class Loop:
                 together.ask("a trial")
         if ready is None:
             ready = ready_for(model)
-        way = Way.on(input_ids.device, self._compile)
+        way = Way.on(input_ids.device, self.compile)
         if together is not None and way is not None and way.is_compiled:
             count_reason("compile=True with a tensor-parallel model, whose steps are not compiled")
             way = Way(False, True) if way.is_captured else None
@@ -261,47 +260,55 @@ class Loop:
             if of_layers is not None:
                 count_reason(of_layers)
                 way = Way(False, True)
-        search = _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs)
-        search = search._replace(topk=self._topk)
-        if self._is_cache_given or generation_config.return_dict_in_generate:
-            cache = given_cache.cache_of(inputs)
-            if cache is None and inputs.get("use_cache"):
-                # In transformers 5.0 the model makes a cache, which may be of a type of its own.
-                is_common = getattr(model, "_supports_default_dynamic_cache", lambda: True)()
-                decline_for(None if is_common else "a cache of the model's own")
-                cache = given_cache.new_for(model.config)
-            decline_for(None if cache is None else given_cache.reason_against(cache, model.config))
-            # On a GPU steps may run after the end, and change the states.
-            decline_for(
-                "the cache of a model with states" if input_ids.is_cuda and state_layers(model.config) else None
-            )
-            search = search._replace(cache=cache)
-        if way is not None and way.is_captured:
-            # On a GPU one operation after another takes longer than transformers' loop.
-            decline_for((ready.of_capture or "steps that cannot be kept") if search.way is None else None)
-            search = search._replace(only_kept=True)
+        rules = _rules(ready.twin, input_ids, criteria, generation_config)
+        prompt = _prompt(ready, input_ids, rules, generation_config, inputs)
+        grows = _lets_positions_grow(ready.twin, prompt, rules)
+        if grows or not ready.is_static:
+            way = None
+        # On a GPU one operation after another takes longer than transformers' loop.
+        only_kept = graphs.is_cuda(input_ids.device)
+        decline_for((ready.of_capture or "steps that cannot be kept") if only_kept and way is None else None)
+        cache = self._cache(model, input_ids, generation_config, inputs)
+        group = None if together is None else together.group
+        padding = _padding(ready.twin, input_ids, rules, generation_config)
+        search = Search(
+            ready,
+            prompt,
+            rules,
+            plan,
+            criteria,
+            generation_config,
+            padding,
+            way,
+            self.streamer,
+            cache,
+            only_kept,
+            group,
+            self.topk,
+        )
         if together is not None:
             together.ask(search.told())
             together.is_over = True
-            search = search._replace(group=together.group)
         return search
 
+    def _cache(self, model: Any, ids: Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> Any:
+        """The cache that is to hold what the call reads; None where the user does not ask for one."""
+        if not self.is_cache_given and not config.return_dict_in_generate:
+            return None
+        cache = given_cache.cache_of(inputs)
+        if cache is None and inputs.get("use_cache"):
+            # In transformers 5.0 the model makes a cache, which may be of a type of its own.
+            is_common = getattr(model, "_supports_default_dynamic_cache", lambda: True)()
+            decline_for(None if is_common else "a cache of the model's own")
+            cache = given_cache.new_for(model.config)
+        decline_for(None if cache is None else given_cache.reason_against(cache, model.config))
+        # On a GPU steps may run after the end, and change the states.
+        decline_for("the cache of a model with states" if ids.is_cuda and state_layers(model.config) else None)
+        return cache
 
-def _search(
-    ready: Ready,
-    streamer: Any,
-    way: Way | None,
-    ids: Tensor,
-    plan: Plan,
-    criteria: Criteria,
-    config: GenerationConfig,
-    inputs: dict[str, Any],
-) -> Search:
-    twin = ready.twin
-    if not ready.is_static:
-        way = None
-    beams = config.num_beams
-    ends = _tokens(config.eos_token_id)
+
+def _rules(twin: Any, ids: Tensor, criteria: Criteria, config: GenerationConfig) -> Rules:
+    beams, ends = config.num_beams, _tokens(config.eos_token_id)
     if beams > 1 and criteria.max_length > config.max_length:
         raise Declined("a MaxLengthCriteria beyond max_length, with beams")
     if beams > 1 and config.eos_token_id is not None and not ends:
@@ -319,52 +326,54 @@ def _search(
         raise Declined("end tokens of the stopping criteria and of the configuration differ")
     if rules.kept > beams * vocab_size_of(twin.config):
         raise Declined("more continuations to keep than there are")
-    with_source = "encoder_outputs" in inputs
-    if with_source:
-        prompt = prompts.with_source(ready, ids, beams, longest, inputs)
-    elif (
-        reasons.prepares_itself(twin) or reasons.unknown_inputs(inputs, False) or _has_axes(inputs.get("position_ids"))
-    ):
-        prompt = prompts.prepared_by_model(ready, ids, beams, longest, inputs)
-    else:
-        prompt = prompts.of_text(ready, ids, beams, longest, config, inputs)
+    return rules
+
+
+def _prompt(ready: Ready, ids: Tensor, rules: Rules, config: GenerationConfig, inputs: dict[str, Any]) -> Prompt:
+    beams, longest, positions = rules.beams, ids.shape[1] + rules.room, inputs.get("position_ids")
+    if "encoder_outputs" in inputs:
+        return prompts.with_source(ready, ids, beams, longest, inputs)
+    # In some versions of transformers positions have several numbers, as those of images do, for text alone, too.
+    has_axes = isinstance(positions, Tensor) and positions.dim() > 2
+    if has_axes or reasons.prepares_itself(ready.twin) or reasons.unknown_inputs(inputs, False):
+        return prompts.prepared_by_model(ready, ids, beams, longest, inputs)
+    return prompts.of_text(ready, ids, beams, longest, config, inputs)
+
+
+def _lets_positions_grow(twin: Any, prompt: Prompt, rules: Rules) -> bool:
+    """Whether the call may need more positions than the model has, for which only single operations can make its table grow.
+
+    Raises:
+        Declined: the texts may become too long.
+    """
     # The prompt includes the tokens of a given cache.
     most = prompt.is_text.shape[1] + rules.room
     steady = reasons.steady_length(twin.config)
     if steady is not None and most > steady:
         raise Declined(f"texts of more than {steady} tokens, where rotary embeddings change")
     positions = num_positions(twin.config)
-    if positions is not None and most > positions:
-        if has_table(twin, positions):
-            # Beyond the end of the table a compiled or captured step reads something else than single operations do.
-            raise Declined(f"texts of more than the {positions} positions of a {type(twin).__name__}")
-        if with_source:
-            # Some models let their table of positions grow, which only single operations can.
-            way = None
-    padding = _padding(config, ends)
-    if padding is not None and not 0 <= padding < vocab_size_of(twin.config) and beams == 1 < len(ids):
-        # In stock generate() the model reads it once a text has ended before the others, and raises.
-        raise Declined("a pad_token_id that is no token")
-    return Search(twin, prompt, rules, plan, criteria, config, padding, ready.store, way, ready.head, streamer)
-
-
-def _has_axes(positions: Any) -> bool:
-    """Whether a position has several numbers, as in versions of transformers that make those of images for text alone, too."""
-    return isinstance(positions, Tensor) and positions.dim() > 2
+    if positions is None or most <= positions:
+        return False
+    if has_table(twin, positions):
+        # Beyond the end of the table a compiled or captured step reads something else than single operations do.
+        raise Declined(f"texts of more than the {positions} positions of a {type(twin).__name__}")
+    return prompt.source is not None
 
 
 def _tokens(value: Any) -> tuple[int, ...]:
     return () if value is None else tuple(torch.as_tensor(value).flatten().tolist())
 
 
-def _padding(config: GenerationConfig, ends: tuple[int, ...]) -> int | None:
-    """The token after the end of a text, as transformers has it; None where texts go on until all have ended.
-
-    With beams, transformers takes a padding token 0 for none. Then it is the first end token.
-    """
-    if not ends:
+def _padding(twin: Any, ids: Tensor, rules: Rules, config: GenerationConfig) -> int | None:
+    """The token after the end of a text, as transformers has it; None where texts go on until all have ended."""
+    if not rules.ends:
         return None
     pad = _tokens(config.pad_token_id)
-    if config.num_beams > 1:
-        return pad[0] if pad and pad[0] else ends[0]
-    return pad[0] if pad else ends[0]
+    if rules.beams > 1:
+        # transformers takes a padding token 0 for none.
+        return pad[0] if pad and pad[0] else rules.ends[0]
+    padding = pad[0] if pad else rules.ends[0]
+    if len(ids) > 1 and not 0 <= padding < vocab_size_of(twin.config):
+        # In stock generate() the model reads it once a text has ended before the others, and raises.
+        raise Declined("a pad_token_id that is no token")
+    return padding

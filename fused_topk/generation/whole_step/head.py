@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +28,31 @@ _OPERATIONS = 1 << 22
 _LEAST_HIDDEN_SIZE = 128
 
 
-class Head(Protocol):
-    """An LM head. `headless` is the rest of its model."""
+class Head(ABC):
+    """An LM head. Its weights are those that the module has now: else they would live on where a user replaces them.
+
+    Args:
+        headless: the rest of its model.
+        module: the head itself.
+    """
+
+    def __init__(self, headless: Any, module: Any) -> None:
+        self.headless = headless
+        self.module = module
 
     @property
-    def headless(self) -> Any: ...
-
-    @property
+    @abstractmethod
     def vocab_size(self) -> int: ...
 
+    @abstractmethod
     def serves(self, rows: int, k: int) -> bool:
         """Whether the head can find the k best tokens of so many rows."""
 
+    @abstractmethod
     def is_quicker(self, rows: int) -> bool:
         """Whether that is quicker than a choice from logits, where the steps are not kept."""
 
+    @abstractmethod
     def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """int64 [R]: the token of the greatest logit of each row.
 
@@ -50,6 +61,7 @@ class Head(Protocol):
             mask: int32 [R, W], which tokens may be chosen; None for all.
         """
 
+    @abstractmethod
     def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The k best continuations of each sequence, ordered as :func:`fused_topk.beam_topk` does.
 
@@ -63,51 +75,32 @@ class Head(Protocol):
         """
 
 
-class _OfModule:
-    """Weights are those that the module has now. Else they would live on where a user replaces them."""
-
-    def __init__(self, headless: Any, module: Any) -> None:
-        self.headless = headless
-        self._module = module
-
-    @property
-    def weight(self) -> Tensor:
-        """[V, H], or [columns, H]"""
-        weight: Tensor = self._module.weight
-        return weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[V], or [columns]"""
-        bias: Tensor | None = self._module.bias
-        return bias
-
-
-class WholeHead(_OfModule):
+class WholeHead(Head):
     """A whole LM head on a CPU, whose kernel keeps no logits. Other kernels keep them, so nothing is gained there."""
 
     @property
     def vocab_size(self) -> int:
-        return len(self.weight)
+        return len(self.module.weight)
 
     def serves(self, rows: int, k: int) -> bool:
-        weight = self.weight
+        weight = self.module.weight
         if weight.device.type != "cpu" or backends.pick(weight.device, weight.dtype, k, None) != "cpu":
             return False
         is_small = linear_pieces.is_for_the_native_kernel(rows, k)
-        return is_small and native.multiplies(weight, weight, self.bias)
+        return is_small and native.multiplies(weight, weight, self.module.bias)
 
     def is_quicker(self, rows: int) -> bool:
-        return rows * self.weight.numel() >= _OPERATIONS and self.weight.shape[1] >= _LEAST_HIDDEN_SIZE
+        weight: Tensor = self.module.weight
+        return rows * weight.numel() >= _OPERATIONS and weight.shape[1] >= _LEAST_HIDDEN_SIZE
 
     def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        return functional.linear_topk(hidden, self.weight, 1, self.bias, mask=mask).indices.squeeze(1)
+        return functional.linear_topk(hidden, self.module.weight, 1, self.module.bias, mask=mask).indices.squeeze(1)
 
     def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         batch, beams = beam_scores.shape
         vocab_size = self.vocab_size
         best = functional.linear_log_softmax_topk(
-            hidden, self.weight, min(k, vocab_size), self.bias, mask=mask, normalize="all"
+            hidden, self.module.weight, min(k, vocab_size), self.module.bias, mask=mask, normalize="all"
         )
         scores = (best.values.view(batch, beams, -1) + beam_scores.unsqueeze(-1)).flatten(1)
         beam = torch.arange(beams, device=hidden.device).unsqueeze(-1)
@@ -118,7 +111,7 @@ class WholeHead(_OfModule):
         return scores[:, :k], indices.gather(1, order[:, :k])
 
 
-class HeadOfColumns(_OfModule):
+class HeadOfColumns(Head):
     """This process's columns of an LM head. A choice is one all-gather of all candidates, and the same on all processes."""
 
     def __init__(self, headless: Any, module: Any, columns: Columns) -> None:
@@ -154,17 +147,10 @@ class HeadOfColumns(_OfModule):
         return found.values, found.indices
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.weight, self.bias)
+        return nn.functional.linear(hidden, self.module.weight, self.module.bias)
 
     def _own(self, mask: Tensor | None) -> Tensor | None:
         return None if mask is None else self.columns.of_mask(mask)
-
-
-class _Through(nn.Module):
-    """Stands in the place of a head, and returns its input."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
 
 
 def head_of(twin: Any, inputs: dict[str, Any]) -> Head | None:
@@ -195,9 +181,9 @@ def _head_of_columns(twin: Any, head: GatheredLinear, inputs: dict[str, Any]) ->
 
 def _without(head: nn.Module, twin: Any) -> Any:
     """The twin with a module in the place of its head that returns its input."""
-    headless = twin_of(twin, None, vars)
+    headless = twin_of(twin, None)
     for path, module in twin.named_modules(remove_duplicate=False):
         if module is head:
             parent, _, name = path.rpartition(".")
-            headless.get_submodule(parent)._modules[name] = _Through()
+            headless.get_submodule(parent)._modules[name] = nn.Identity()
     return headless

@@ -29,7 +29,7 @@ from ..tensor_parallel.group import all_say
 from . import compiled, graphs, layers
 from .beams import choose
 from .compiled import Codes, OneGraph, Place
-from .decoder import Decoder, Prompt
+from .decoder import Decoder
 from .head import Head
 from .reasons import raise_if_from_a_signal, said_by
 from .row_form import decoder_of
@@ -46,7 +46,10 @@ class NotKept(Exception):
 class KeptStep:
     """The steps of one shape. They serve one call at a time.
 
-    goes_on: bool [], whether the search goes on.
+    Attributes:
+        state: of the search. The next call writes over it.
+        count: int64 [1], how many new tokens there are.
+        last: int64 [1], the number of the one that ends every text, from 0 on.
     """
 
     def __init__(self, twin: Any, head: Head | None, shape: Shape, codes: Codes, group: Any = None) -> None:
@@ -70,14 +73,12 @@ class KeptStep:
             device,
             shape.source,
             is_kept=True,
-            headless=None if head is None else head.headless,
             for_steps=for_steps,
         )
         self.shape = shape
-        # How many new tokens there are, and the number of the one that ends every text, from 0 on.
         self.count = torch.ones(1, dtype=torch.int64, device=device)
-        self._last = torch.zeros(1, dtype=torch.int64, device=device)
-        self._state: Any = None
+        self.last = torch.zeros(1, dtype=torch.int64, device=device)
+        self.state: Any = None
         self._constants: Any = None
         self._tokens = torch.zeros(shape.batch, shape.beams, dtype=torch.int64, device=device)
         # Without beams there are no parents.
@@ -105,22 +106,12 @@ class KeptStep:
     @property
     def made(self) -> tuple[Any, ...]:
         """Which steps have been made, and for how much room: whether a process must make a step before it runs."""
-        return sorted(self._runs), self.decoder.capacity, self._state is None, self._mask is None
+        return sorted(self._runs), self.decoder.capacity, self.state is None, self._mask is None
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the cache and of the graphs' own memory."""
         return self.decoder.num_bytes + sum(graph.num_bytes for graph in self._graphs)
-
-    @property
-    def state(self) -> Any:
-        """The state of the search. The next call writes over it."""
-        return self._state
-
-    @property
-    def goes_on(self) -> Tensor:
-        flag: Tensor = self._state.goes_on
-        return flag
 
     def open(self, size: int) -> int:
         """Makes room for `size` new tokens, or for more where a step with more has been captured. Returns for how many.
@@ -133,8 +124,8 @@ class KeptStep:
             # These read and write the tensors of the old size.
             self._runs.clear()
             self._graphs.clear()
-            if self._state is not None:
-                self._state = self._state.with_room(size)
+            if self.state is not None:
+                self.state = self.state.with_room(size)
             if self._parents is not None:
                 self._parents = torch.zeros(*self._tokens.shape, size, dtype=torch.int64, device=self.shape.device)
         self.decoder.open(size)
@@ -144,23 +135,13 @@ class KeptStep:
         return size
 
     def begin(self, state: Any, constants: Any, last: int) -> None:
-        """Starts a search with its first token.
-
-        Args:
-            state: of the search.
-            constants: of its choices.
-            last: which of the new tokens is the last one, from 0 on.
-        """
+        """Starts a search with its first token. Args: constants: of its choices. last: see the class."""
         state = state.with_room(self.decoder.capacity)
-        if self._state is None:
-            self._state, self._constants = (_mapped(torch.clone, each) for each in (state, constants))
-        _write((self._state, self._constants), (state, constants))
+        if self.state is None:
+            self.state, self._constants = (_mapped(torch.clone, each) for each in (state, constants))
+        _write((self.state, self._constants), (state, constants))
         self.count.fill_(1)
-        self._last.fill_(last)
-
-    def end_with(self, token: int) -> None:
-        """Makes one of the new tokens the last one, counted from 0 on."""
-        self._last.fill_(token)
+        self.last.fill_(last)
 
     def advance(self, mask: Tensor | None = None, by_operations: bool = False) -> None:
         """Goes on by one token.
@@ -182,10 +163,10 @@ class KeptStep:
             self.decoder,
             self._head,
             None if mask is None else self._mask,
-            self._state,
+            self.state,
             self._constants,
             self.count,
-            self._last,
+            self.last,
             self._shown,
             self._is_late,
         )
@@ -197,12 +178,12 @@ class KeptStep:
             self._make(kind, _advance, args)
             return
         # Before a capture the step runs for trial. Like a step after the end it must change nothing.
-        goes_on = self.goes_on.clone()
-        self.goes_on.fill_(False)
+        goes_on = self.state.goes_on.clone()
+        self.state.goes_on.fill_(False)
         try:
             run = self._make(kind, _advance, args)
         finally:
-            self.goes_on.copy_(goes_on)
+            self.state.goes_on.copy_(goes_on)
         run()
 
     def rest(self) -> None:
@@ -214,9 +195,6 @@ class KeptStep:
         places = {id(each): Place(table, name) for table in tables for name, each in table.items() if each is not None}
         for run in compiled_runs:
             run.rest(places)
-
-    def read_prompt(self, prompt: Prompt) -> Tensor:
-        return self.decoder.read_prompt(prompt)
 
     def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The logits of these tokens, as :meth:`Decoder.read` gives them; the next call writes over them."""
@@ -283,8 +261,8 @@ class KeptStep:
             yield self._parents, (0, 2)
         if self._mask is not None:
             yield self._mask, (0,)
-        if self._state is not None:
-            yield from self._state.sizes_that_vary()
+        if self.state is not None:
+            yield from self.state.sizes_that_vary()
 
     def _tell(self, seconds: float) -> None:
         shape = self.shape
@@ -319,7 +297,7 @@ def _advance(
         if head is None:
             chosen = functional.topk(decoder.read(*args), 1, mask=mask).indices.squeeze(1)
         else:
-            chosen = head.greatest(decoder.read_states(*args), mask)
+            chosen = head.greatest(decoder.read_by(head.headless, *args), mask)
         after = choose_tokens(state, constants, chosen, step, are_last)
     else:
         tokens = state.running.tokens.index_select(2, before).squeeze(2)
@@ -331,9 +309,9 @@ def _advance(
             of_beams = logits.view(-1, beams, vocab_size)
             scores, indices, _ = functional.beam_topk(of_beams, state.running.scores, kept, mask=mask, normalize="all")
         else:
-            vocab_size = head.vocab_size
+            vocab_size, states = head.vocab_size, decoder.read_by(head.headless, *args)
             mask = None if mask is None else mask.flatten(0, 1)
-            scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, kept, mask)
+            scores, indices = head.continuations(states, state.running.scores, kept, mask)
         after = choose(state, constants, scores, indices, vocab_size, step, are_last)
     if is_late:
         after = unless_over(state, after)

@@ -31,7 +31,7 @@ def apart(twin: Any, run: Run | None = None) -> Any:
     Raises:
         ValueError: the model has no list of its layers.
     """
-    copy = twin_of(twin, None, vars)
+    copy = twin_of(twin, None)
     stacks = [*_stacks(copy, num_layers(twin.config))]
     if not stacks:
         raise ValueError("no list of layers")

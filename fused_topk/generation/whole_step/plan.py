@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
@@ -100,13 +99,10 @@ class Plan:
         two steps. None where nothing stands for them any more."""
         return _parameters(self._warpers)
 
-    def run(self, text: Any, scores: Tensor) -> Tensor:
-        """The scores [R, V] after the processors that are called."""
-        return _run(self.called, text, scores)
-
-    def run_rest(self, text: Any, scores: Tensor) -> Tensor:
-        """The scores of :meth:`run` after the processors that the choice stands for."""
-        return _run(self.processors[len(self.called) :], text, scores)
+    @property
+    def rest(self) -> list[Any]:
+        """The processors that the choice stands for."""
+        return self.processors[len(self.called) :]
 
 
 def _parameters(warpers: list[Any]) -> dict[str, Any] | None:
@@ -142,8 +138,3 @@ def _parameters_of(processor: Any) -> dict[str, Any] | None:
         if name in found
     )
     return found if found and is_plain and are_right and known.keys() <= _ATTRIBUTES else None
-
-
-def _run(processors: list[Any], text: Any, scores: Tensor) -> Tensor:
-    result: Tensor = LogitsProcessorList(processors)(text, scores)
-    return result

@@ -62,7 +62,6 @@ def raise_if_from_a_signal(error: BaseException) -> None:
 _ARGUMENTS = ("custom_generate", "assistant_model", "cache_params")
 # Those that make it run in another mode than greedy search, sampling, beam search and beam sampling.
 _OF_OTHER_MODES = (
-    "assistant_model",
     "assistant_early_exit",
     "prompt_lookup_num_tokens",
     "penalty_alpha",
@@ -177,21 +176,22 @@ def of_arguments(
     # After the inputs and the configuration, arguments are known by name only.
     if len(args) > 2:
         return "generate() with three positional arguments or more"
-    found = next((name for name in _ARGUMENTS if kwargs.get(name) is not None), None)
+    for name in _ARGUMENTS:
+        if kwargs.get(name) is not None:
+            return name
     configs = model.generation_config, kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     for name in _OF_OTHER_MODES:
         given = (kwargs.get(name), *(getattr(each, name, None) for each in configs))
         # A number of groups, which is 1 by default.
         if any(each is not None and each != 1 for each in given):
-            found = found or f"another mode of generate(), {name}"
+            return f"another mode of generate(), {name}"
     if kwargs.get("streamer") is not None and asked.num_beams > 1:
-        found = found or "a streamer with beams"
+        return "a streamer with beams"
     if kwargs.get("synced_gpus"):
-        found = found or "synced_gpus"
-    if found is None and not _takes_a_loop(generate):
+        return "synced_gpus"
+    if not _takes_a_loop(generate):
         return "a generate() that takes no custom_generate"
-    is_known = _is_known(type(model).generate, "generate")
-    return found or (None if is_known else f"generate() of {type(model).__name__}")
+    return None if _is_known(type(model).generate, "generate") else f"generate() of {type(model).__name__}"
 
 
 def _takes_a_loop(generate: Callable[..., Any]) -> bool:
@@ -208,7 +208,8 @@ def of_model(model: Any) -> str | None:
     name = type(model).__name__
     for method in _METHODS:
         found = getattr(type(model), method, None)
-        is_asked = method in _PREPARING and not model.config.is_encoder_decoder and _is_of_a_model(found)
+        is_of_a_model = str(getattr(found, "__module__", "")).startswith("transformers.models.")
+        is_asked = method in _PREPARING and not model.config.is_encoder_decoder and is_of_a_model
         if not is_asked and not _is_known(found, method):
             return f"{method}() of {name}"
         # The generate() of the model is a method of this package. A function of the user's in its place runs before this.
@@ -260,10 +261,6 @@ def prepares_itself(model: Any) -> bool:
     """Whether a model that is served prepares its inputs by methods that are not known."""
     found = {method: getattr(type(model), method, None) for method in _PREPARING}
     return any(not _is_known(function, method) for method, function in found.items())
-
-
-def _is_of_a_model(found: Any) -> bool:
-    return str(getattr(found, "__module__", "")).startswith("transformers.models.")
 
 
 def _is_known(found: Any, method: str) -> bool:

@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import MoEModelOutput
 
 from . import attention
 from .ancestry import written_places
-from .cache import Places, SharedPromptLayer, SourceLayer
+from .cache import Places, SharedPromptLayer
 from .decoder import Decoder
-from .facts import num_layers
 from .twin import text_config
 
 
@@ -70,16 +68,9 @@ class RowDecoder(Decoder):
     """Reads prompts, a row for each sequence, then a token a beam, with a row for each."""
 
     _places: RowPlaces
-
-    def _made_places(self, is_text: Tensor) -> Places:
-        return RowPlaces(is_text, self._beams, self._is_kept)
-
-    def _made_cache(self, source: int | None) -> Any:
-        number = num_layers(self._twin.config)
-        cache = Cache(layers=[RowLayer(self._places) for _ in range(number)])
-        if source is None:
-            return cache
-        return EncoderDecoderCache(cache, Cache(layers=[SourceLayer(source, self._beams) for _ in range(number)]))
+    _kind_of_places = RowPlaces
+    _kind_of_layer = RowLayer
+    _repeats_source = True
 
     def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         places, beams = self._places, self._beams

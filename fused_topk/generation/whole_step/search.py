@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,32 +19,19 @@ from .given_cache import fill
 from .head import Head
 from .kept import KeptStep, NotKept, unless_over
 from .plan import Plan
+from .prompts import Ready
 from .reasons import Declined
 from .results import KeptOutputs, of_beams, of_texts
 from .row_form import decoder_of
 from .shape import Shape, Way, most_room
-from .store import Store
 from .texts import Texts
 from .walk import Walk
-
-
-class Reader(Protocol):
-    """What computes the logits: a decoder, or a step that is kept."""
-
-    def open(self, size: int) -> int: ...
-
-    def read_prompt(self, prompt: Prompt) -> Tensor: ...
-
-    def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor: ...
-
-    @property
-    def decoder(self) -> Decoder: ...
 
 
 class Search(NamedTuple):
     """One call that is served, as far as that is known before it runs."""
 
-    twin: Any
+    ready: Ready
     prompt: Prompt
     rules: Rules
     plan: Plan
@@ -52,21 +39,18 @@ class Search(NamedTuple):
     config: GenerationConfig
     # The token after the end of a text; None where texts go on until all have ended.
     padding: int | None
-    # The steps that are kept.
-    store: Store
     # How the steps of this call are made; None where none is kept.
     way: Way | None
-    head: Head | None
     # Gets the new tokens; None for none.
     streamer: Any
     # The cache of transformers that gets the keys of the tokens that are read; None where the user does not ask for one.
-    cache: Any = None
+    cache: Any
     # Whether the call is served only if its steps can be kept.
-    only_kept: bool = False
+    only_kept: bool
     # The processes of a tensor-parallel model, which all go on with the choices of the first; None for any other model.
-    group: Any = None
+    group: Any
     # Gets the best tokens of each step; None where nobody asks for them.
-    topk: TopKRecord | None = None
+    topk: TopKRecord | None
 
     def told(self) -> str:
         """A text of all that decides which collectives of a tensor-parallel model run, and when texts end."""
@@ -81,7 +65,7 @@ class Search(NamedTuple):
             self.padding,
             self.criteria.max_length,
             [type(each).__qualname__ for each in self.plan.processors],
-            self.head is None,
+            self.ready.head is None,
             self.cache is None,
             self.only_kept,
             # With a record a choice needs logits.
@@ -89,7 +73,7 @@ class Search(NamedTuple):
             sorted(config.items()),
         ]
         # Each process has a device of its own, so the device is left out.
-        of_kept = None if shape is None else (shape._replace(device=torch.device("cpu")), self.store.made(shape))
+        of_kept = None if shape is None else (shape._replace(device=torch.device("cpu")), self.ready.store.made(shape))
         return repr((of_call, of_kept))
 
     def run(self) -> Any:
@@ -140,18 +124,23 @@ class Search(NamedTuple):
     # All of a step at once.
 
     def _run_kept(self, way: Way) -> Any:
-        with self.store.step(self.twin, self.head, Shape.of(self.prompt, self.rules, way), self.group) as step:
+        ready, shape = self.ready, Shape.of(self.prompt, self.rules, way)
+        with ready.store.step(ready.twin, ready.head, shape, self.group) as step:
             kept = KeptOutputs.asked_for(self.config)
             # A step with a mask, which follows the texts from the first new token on.
             constraint = self.plan.constraint
             if constraint is not None and constraint.begin_index > self.prompt.ids.shape[1]:
                 constraint = None
-            has_others = len(self.plan.processors) > (constraint is not None)
-            takes_more = has_others or self.config.do_sample or self.criteria.read_text
-            # A step without the LM head chooses on each process by itself.
-            takes_more = takes_more or (self.group is not None and not step.has_head)
-            takes_more = takes_more or self.topk is not None
-            if takes_more or any(each is not None for each in kept):
+            reads_logits = (
+                len(self.plan.processors) > (constraint is not None)
+                or self.config.do_sample
+                or self.criteria.read_text
+                or self.topk is not None
+                or any(each is not None for each in kept)
+                # A step without the LM head chooses on each process by itself.
+                or (self.group is not None and not step.has_head)
+            )
+            if reads_logits:
                 return self._run(step, way, most_room(self.rules))
             return self._run_at_once(step, way, constraint)
 
@@ -161,22 +150,22 @@ class Search(NamedTuple):
         last = min(rules.room, self.criteria.max_length - length) - 1
         size = step.open(room.at_first(most, True))
         state, constants = self._first(size, last + 1)
-        logits = step.read_prompt(self.prompt)
+        logits = step.decoder.read_prompt(self.prompt)
         place = Place.of(0, self.criteria.end_all(ids, length + 1), ids.device)
         state = self._choices.after(state, constants, logits, ids, 0, place)
         step.begin(state, constants, last)
         flag = self._end_flag()
         walk = None if constraint is None else Walk(constraint, ids, rules.beams, logits.shape[-1])
         token = 1
-        is_going = flag.goes_on(step.goes_on, self._streamed(step.state, 0))
+        is_going = flag.goes_on(step.state.goes_on, self._streamed(step.state, 0))
         while is_going and token <= last:
             if token == size:
                 # This waits for the device, as the capture of a larger step does. After the end that capture would be in vain.
-                if not flag.now(step.goes_on):
+                if not flag.now(step.state.goes_on):
                     break
                 size = step.open(room.after(size, most, None))
             if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
-                step.end_with(token)
+                step.last.fill_(token)
             mask = None if walk is None else walk.mask_after(step.state, token - 1)
             try:
                 step.advance(mask)
@@ -187,7 +176,7 @@ class Search(NamedTuple):
                 self._note(error, way)
                 step.advance(mask, by_operations=True)
             self._hand_on(step.state, token - 1)
-            is_going = flag.goes_on(step.goes_on, self._streamed(step.state, token))
+            is_going = flag.goes_on(step.state.goes_on, self._streamed(step.state, token))
             token += 1
         flag.finish()
         self._hand_on(step.state, token - 1)
@@ -200,7 +189,7 @@ class Search(NamedTuple):
 
     # The forward pass and the choice apart.
 
-    def _run(self, reader: Reader, way: Way | None, most: int, head: Head | None = None) -> Any:
+    def _run(self, reader: Decoder | KeptStep, way: Way | None, most: int, head: Head | None = None) -> Any:
         """Args:
         way: how the forward pass runs.
         most: for how many new tokens there may be room.
@@ -213,7 +202,7 @@ class Search(NamedTuple):
         state, constants = self._first(size, rules.room)
         is_late, flag, choices = self._is_late, self._end_flag(), self._choices
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
-        logits = reader.read_prompt(self.prompt)
+        logits = reader.decoder.read_prompt(self.prompt)
         counted = way
         in_vain = draws.InVain(ids.device) if is_late and self.config.do_sample else None
         for step in range(rules.room):
@@ -272,29 +261,29 @@ class Search(NamedTuple):
     def _note(self, error: NotKept, way: Way | None) -> None:
         assert way is not None
         count_reason(str(error))
-        self.store.note(Shape.of(self.prompt, self.rules, way), str(error))
+        self.ready.store.note(Shape.of(self.prompt, self.rules, way), str(error))
 
     def _head_alone(self) -> Head | None:
         """The LM head, if steps that are not kept are to choose from hidden states; None where they need logits."""
-        rules, head = self.rules, self.head
+        rules, head = self.rules, self.ready.head
         needs_logits = (
             self.plan.processors
             or self.criteria.read_text
             or self.config.do_sample
             or self.topk is not None
             or any(each is not None for each in KeptOutputs.asked_for(self.config))
+            # A model may keep what it has prepared as attributes of the twin, which the twin without a head does not have.
+            or self.prompt.inputs is not None
         )
-        # A model may keep what it has prepared as attributes of the twin, which the twin without a head does not have.
-        needs_logits = needs_logits or self.prompt.inputs is not None
-        if head is None or needs_logits:
-            return None
         rows = len(self.prompt.ids) * rules.beams
-        return head if head.is_quicker(rows) and head.serves(rows, 1 if rules.beams == 1 else rules.kept) else None
+        if head is None or needs_logits or not head.is_quicker(rows):
+            return None
+        return head if head.serves(rows, 1 if rules.beams == 1 else rules.kept) else None
 
     def _decoder(self, head: Head | None) -> Decoder:
         (batch, length), source = self.prompt.is_text.shape, self.prompt.source
         places = None if source is None else source.hidden.shape[1]
-        twin = self.twin if head is None else head.headless
+        twin = self.ready.twin if head is None else head.headless
         return decoder_of(twin)(twin, batch, length, self.rules.beams, self.prompt.ids.device, places)
 
     def _first(self, size: int, longest: int) -> tuple[Any, Any]:
@@ -310,7 +299,7 @@ class Search(NamedTuple):
             return texts.at_first(len(ids), size, ids.device), constants
         return beams.at_first(rules, len(ids), size, ids.device), beams.BeamConstants.of(rules, longest, ids.device)
 
-    def _result(self, reader: Reader, state: Texts | Beams, steps: int, kept: KeptOutputs) -> Any:
+    def _result(self, reader: Decoder | KeptStep, state: Texts | Beams, steps: int, kept: KeptOutputs) -> Any:
         """Args: steps: how many tokens the longest text has."""
         ids, has_source, cache = self.prompt.ids, self.prompt.source is not None, self.cache
         if cache is not None:

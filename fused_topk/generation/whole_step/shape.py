@@ -24,11 +24,7 @@ class Way(NamedTuple):
 
     @staticmethod
     def on(device: torch.device, compile: bool) -> Way | None:
-        """The way of steps on a device; None where no step is kept.
-
-        Args:
-            compile: whether they are to be compiled.
-        """
+        """The way of steps on a device, compiled or not; None where no step is kept."""
         is_captured = graphs.is_cuda(device)
         return Way(compile, is_captured) if compile or is_captured else None
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .twin import is_same
+
 # Modules of these packages are known: what they keep of a pass, as a table of positions, is made anew where it is needed.
 _KNOWN = ("transformers.", "torch.", "fused_topk.")
 # What operations call the share of elements that they drop.
@@ -90,28 +92,24 @@ class Traces:
                 tensor.data = values
                 found = "gives a weight other values"
         for container, before in self._contents:
-            if not _is_same(container, before):
+            if not _are_same(container, before):
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(before)
                 found = "changes a container"
         for module, state in self._attributes:
             now = vars(module)
-            changed = [name for name in {*now, *state} if not _is_value(now.get(name, now), state.get(name, state))]
+            changed = [name for name in {*now, *state} if not is_same(now.get(name, now), state.get(name, state))]
             if changed:
                 found = f"sets {sorted(changed)[0]} of a {type(module).__name__}"
         return None if found is None else f"a forward pass that {found}"
 
 
-def _is_same(container: Any, before: Any) -> bool:
+def _are_same(container: Any, before: Any) -> bool:
     if len(container) != len(before):
         return False
     if isinstance(container, dict):
-        return all(_is_value(container.get(key, container), value) for key, value in before.items())
-    return container == before if isinstance(container, set) else all(map(_is_value, container, before))
-
-
-def _is_value(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
+        return all(is_same(container.get(key, container), value) for key, value in before.items())
+    return container == before if isinstance(container, set) else all(map(is_same, container, before))
 
 
 class _Watched(TorchDispatchMode):

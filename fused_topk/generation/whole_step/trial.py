@@ -3,6 +3,8 @@
 
 So there is no list of models. The trial finds models with attention or state of their own, with inputs that depend in an unknown
 way on the place in the text, and with unknown arguments of attention.
+
+All functions but :func:`reason_against` and :func:`reason_against_parts` take a twin that :func:`reason_against` has no reason against.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +29,8 @@ from .given_cache import past_of
 from .head import Head, head_of
 from .reasons import raise_if_from_a_signal, said_by
 from .row_form import RowDecoder, decoder_of
+
+Result = TypeVar("Result")
 
 # The first text begins with padding; beams cross in each step.
 _IS_TEXT = [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
@@ -43,21 +48,25 @@ def reason_against(twin: Any, stock: Any, is_static: bool = True) -> str | None:
         is_static: whether to try steps that are kept, which have places for more tokens than there are.
     """
     name, form = type(stock).__name__, "a shared prompt" if decoder_of(twin) is Decoder else "a row for each beam"
+    found = _tried(_reason, twin, stock, name, form, is_static)
+    return f"{name} with {form} raises {said_by(found)}" if isinstance(found, Exception) else found
+
+
+def _tried(function: Callable[..., Result], *args: Any) -> Result | Exception:
+    """What a function gives without gradients, or the exception that it raises.
+
+    Whatever a model raises here, it need not raise in transformers' loop, where the call then runs.
+    """
     try:
         with torch.no_grad():
-            return _reason(twin, stock, name, form, is_static)
-    # Whatever a model raises here, it need not raise in transformers' loop, where the call then runs.
+            return function(*args)
     except Exception as error:
         raise_if_from_a_signal(error)
-        return f"{name} with {form} raises {said_by(error)}"
+        return error
 
 
 def reason_against_layers(twin: Any, stock: Any) -> str | None:
-    """Why the layers of a model do not compute the same if they do not tell which one they are; None where they do.
-
-    Args:
-        twin, stock: see :func:`reason_against`, which has no reason against them.
-    """
+    """Why the layers of a model do not compute the same if they do not tell which one they are; None where they do."""
     try:
         return reason_against(layers.apart(twin), stock)
     except ValueError as error:
@@ -77,18 +86,10 @@ def reason_against_parts(local: Any, model: Any) -> str | None:
 
 
 def head(twin: Any) -> Head | None:
-    """The model's LM head, where it is a product and nothing else.
-
-    Args:
-        twin: see above. It has no reason against it.
-    """
-    try:
-        with torch.no_grad():
-            return head_of(twin, _few_inputs(twin))
+    """The model's LM head, where it is a product and nothing else."""
+    found = _tried(lambda: head_of(twin, _few_inputs(twin)))
     # A model that raises without its head keeps the head.
-    except Exception as error:
-        raise_if_from_a_signal(error)
-        return None
+    return None if isinstance(found, Exception) else found
 
 
 def _few_inputs(twin: Any) -> dict[str, Any]:
@@ -108,61 +109,34 @@ class _Unread(Tensor):
 
 
 def reads_mask(twin: Any) -> bool:
-    """Whether the model reads `attention_mask` after its encoder has run. False for a model without an encoder.
-
-    Args:
-        twin: see above.
-    """
+    """Whether the model reads `attention_mask` after its encoder has run. False for a model without an encoder."""
     if not twin.config.is_encoder_decoder:
         return False
     mask = torch.ones(2, len(_IS_SOURCE[0])).as_subclass(_Unread)
-    try:
-        with torch.no_grad():
-            twin(**_few_inputs(twin), attention_mask=mask, use_cache=False)
+    found = _tried(lambda: twin(**_few_inputs(twin), attention_mask=mask, use_cache=False))
     # The model has read the mask, whatever it makes of the exception.
-    except Exception as error:
-        raise_if_from_a_signal(error)
-        return True
-    return False
+    return isinstance(found, Exception)
 
 
 def steps_read(twin: Any, name: str) -> bool:
-    """Whether a step of text reads a further tensor.
-
-    Args:
-        twin: see above. It has no encoder.
-        name: of the tensor.
-    """
+    """Whether a step of text reads a further tensor of that name, in a model without an encoder."""
     decoder, step = _after_few_tokens(twin, False)
     unread = torch.ones(2, 1).as_subclass(_Unread)
-    try:
-        with torch.no_grad():
-            decoder.read_by(functools.partial(twin, **{name: unread}), *step)
+    found = _tried(decoder.read_by, functools.partial(twin, **{name: unread}), *step)
     # The model has read the tensor, whatever it makes of the exception.
-    except Exception as error:
-        raise_if_from_a_signal(error)
-        return True
-    return False
+    return isinstance(found, Exception)
 
 
 def reason_against_capture(twin: Any) -> str | None:
-    """Why a step of the model cannot be captured, as where it asks the device for a number; None where it can.
+    """Why a step of the model cannot be captured, as where it asks the device for a number; None where it can."""
 
-    Args:
-        twin: see :func:`reason_against`, which has no reason against steps that are kept.
-    """
+    def capture() -> None:
+        decoder, step = _after_few_tokens(twin, True)
+        graphs.Graph(graphs.Bound(decoder.read, step), step[0].device, None)
+
     # Twice, because another thread may have broken the first capture.
-    for _ in range(2):
-        try:
-            with torch.no_grad():
-                decoder, step = _after_few_tokens(twin, True)
-                graphs.Graph(graphs.Bound(decoder.read, step), step[0].device, None)
-            return None
-        # Whatever it is: most often an operation that a capture does not permit.
-        except Exception as error:
-            raise_if_from_a_signal(error)
-            reason = f"a step of a {type(twin).__name__} cannot be captured: {said_by(error)}"
-    return reason
+    error = _tried(capture) and _tried(capture)
+    return None if error is None else f"a step of a {type(twin).__name__} cannot be captured: {said_by(error)}"
 
 
 def _after_few_tokens(twin: Any, is_kept: bool) -> tuple[Decoder, tuple[Tensor, None, Tensor, int]]:
@@ -221,20 +195,12 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
 
 
 def reason_against_past(twin: Any, stock: Any) -> str | None:
-    """Why no prompt can follow a cache that transformers has filled; None where one can.
-
-    Args:
-        twin, stock: see :func:`reason_against`, which has no reason against them. Without an encoder.
-    """
+    """Why no prompt can follow a cache that transformers has filled; None where one can. For a model without an encoder."""
     name = type(stock).__name__
-    try:
-        with torch.no_grad():
-            are_close = all(_goes_on(twin, stock, past) for past in (3, 4))
-    # Whatever a model raises: see reason_against().
-    except Exception as error:
-        raise_if_from_a_signal(error)
-        return f"{name} after a given cache raises {said_by(error)}"
-    return None if are_close else f"{name} computes something else after a given cache"
+    found = _tried(lambda: all(_goes_on(twin, stock, past) for past in (3, 4)))
+    if isinstance(found, Exception):
+        return f"{name} after a given cache raises {said_by(found)}"
+    return None if found else f"{name} computes something else after a given cache"
 
 
 def _goes_on(twin: Any, stock: Any, past: int) -> bool:

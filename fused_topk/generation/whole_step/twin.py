@@ -26,21 +26,20 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attribute import KEPT
 
-def twin_of(
-    model: Any, attention: str | None, state_of: Callable[[Any], dict[str, Any]], is_steady: bool = True
-) -> Any:
+
+def twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
     """The twin of a model.
 
     Args:
         attention: the name of the twin's attention implementation; None for that of the model.
-        state_of: gives the attributes of a module that are to be copied.
         is_steady: whether rotary embeddings stay as they are for short texts: see :func:`_part_rotary`.
     """
     # One copy of a configuration, and of each that is a part of it, for all modules that share it.
     configs: dict[int, Any] = {}
     modules: dict[int, nn.Module] = {}
-    twin = _copied(model, modules, configs, state_of)
+    twin = _copied(model, modules, configs)
     for module in modules.values():
         _part_rotary(module, is_steady)
     if attention is not None:
@@ -48,26 +47,19 @@ def twin_of(
     return twin
 
 
-def _copied(
-    module: nn.Module,
-    modules: dict[int, nn.Module],
-    configs: dict[int, Any],
-    state_of: Callable[[Any], dict[str, Any]],
-) -> nn.Module:
+def _copied(module: nn.Module, modules: dict[int, nn.Module], configs: dict[int, Any]) -> nn.Module:
     """The twin of a module and of its submodules. `modules` has those that there are, by the id() of the model's."""
     twin: nn.Module = modules.get(id(module)) or object.__new__(type(module))
     if id(module) in modules:
         return twin
     modules[id(module)] = twin
-    twin.__dict__.update(state_of(module))
     # A forward method among a module's attributes would be bound to the model's module: see reasons.of_model.
-    twin.__dict__.pop("forward", None)
+    twin.__dict__.update({name: each for name, each in vars(module).items() if name not in ("forward", KEPT)})
     config = twin.__dict__.get("config")
     if config is not None:
         twin.__dict__["config"] = copy.deepcopy(config, configs)
     twin.__dict__["_modules"] = {
-        name: child if child is None else _copied(child, modules, configs, state_of)
-        for name, child in module._modules.items()
+        name: child if child is None else _copied(child, modules, configs) for name, child in module._modules.items()
     }
     return twin
 
@@ -194,7 +186,7 @@ class _Parts(NamedTuple):
         if ids != self.ids and (
             len(ids) != len(self.ids)
             or not all(
-                one == other or _is_same(value, part)
+                one == other or is_same(value, part)
                 for one, other, value, part in zip(ids, self.ids, self.values, now, strict=True)
             )
         ):
@@ -356,9 +348,9 @@ def _layout_of(part: Any) -> tuple[Any, ...] | None:
 
 
 def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and (all(map(operator.is_, one, other)) or all(map(_is_same, one, other)))
+    return len(one) == len(other) and (all(map(operator.is_, one, other)) or all(map(is_same, one, other)))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    # Numbers and names that compare equal do the same, whether or not they are one object.
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or numbers or names that compare equal."""
     return one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
