@@ -22,6 +22,7 @@ from ..problem import LinearProblem
 from ..rows import ROWS_FIELDS, ROWS_SCHEMA, unflattened
 from ..token_sums import TokenSums
 from . import linear_backward, linear_pieces
+from .dispatch import is_seen_by_torch
 from .gradients import for_inputs, of_counted, save_rows, saved_rows
 from .linear_pieces import LinearResult, Wanted
 from .operator import Operator, mapped, take_turns
@@ -86,14 +87,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
     wanted: Wanted = ctx.wanted
-    # Where the gradient may be differentiated the kept logits stay as they are.
-    uses_kept = wanted.keeps_logits and not torch.is_grad_enabled()
+    rows, (weight, bias, targets, values, indices, state, kept) = saved_rows(ctx)
+    # Where the gradient may be differentiated, or is traced, the kept logits stay as they are.
+    uses_kept = wanted.keeps_logits and not torch.is_grad_enabled() and not is_seen_by_torch(kept)
     if uses_kept and not ctx.has_logits:
         raise RuntimeError(
             "`recompute` must be True for a second backward pass through the same call, got False: the kept logits have become "
             "their gradient; pass recompute=True"
         )
-    rows, (weight, bias, targets, values, indices, state, kept) = saved_rows(ctx)
     if not state.numel() and rows.logits.numel():
         raise RuntimeError("`keeps_state` must be True where a gradient is wanted, got False; pass True")
     of_result = LinearResult(*gradients)
