@@ -85,7 +85,8 @@ struct VectorKernels {
   double (*sum_exp)(const float* x, u32 n, const Exponential& exponential, const void* next, u32 bytes);
 
   // The same, and in *s the sum of (x - reference) / T times the exponential, 0 where that is 0.
-  double (*sum_exp_moment)(const float* x, u32 n, const Exponential& exponential, const void* next, u32 bytes, double* s);
+  double (*sum_exp_moment)(const float* x, u32 n, const Exponential& exponential, const void* next, u32 bytes,
+                           double* s);
 
   // A value that at least k elements of x reach, and not many more. NaNs do not count. -inf for k > n / 4, where such a
   // value is hard to find.

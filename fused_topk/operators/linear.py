@@ -87,14 +87,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
     wanted: Wanted = ctx.wanted
-    rows, (weight, bias, targets, values, indices, state, kept) = saved_rows(ctx)
-    # Where the gradient may be differentiated, or is traced, the kept logits stay as they are.
-    uses_kept = wanted.keeps_logits and not torch.is_grad_enabled() and not is_seen_by_torch(kept)
-    if uses_kept and not ctx.has_logits:
+    if wanted.keeps_logits and not ctx.has_logits:
         raise RuntimeError(
             "`recompute` must be True for a second backward pass through the same call, got False: the kept logits have become "
             "their gradient; pass recompute=True"
         )
+    rows, (weight, bias, targets, values, indices, state, kept) = saved_rows(ctx)
+    # Where the gradient may be differentiated, or is traced, the kept logits stay as they are.
+    uses_kept = wanted.keeps_logits and not torch.is_grad_enabled() and not is_seen_by_torch(kept)
     if not state.numel() and rows.logits.numel():
         raise RuntimeError("`keeps_state` must be True where a gradient is wanted, got False; pass True")
     of_result = LinearResult(*gradients)
