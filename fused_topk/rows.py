@@ -8,7 +8,7 @@ wanted, is a small class for each family (:mod:`fused_topk.problem`).
 A new field of LogitRows needs a check in ``check_rows()`` and in ``plain_rows()`` of row_arguments.py, a layout in
 :class:`RowsLayout`, a type in ``ROWS_SCHEMA``, and a place in ``flat()``, ``layout()`` and ``given()``. A field that says how logits are
 scaled belongs to :class:`fused_topk.scale.Scale`, too. Besides these files those that plan a launch name the fields
-(``topk_launch.py``, ``launch.py``, ``cuda.py``, ``cpu.py``), and those that take a scale apart: ``grep -rn row_temperature fused_topk``.
+(``topk_launch.py``, ``launch.py``, ``backends/cpu.py``), and those that take a scale apart: ``grep -rn row_temperature fused_topk``.
 All others make rows from other rows by the methods below, which keep every field.
 """
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python module fused_topk._cpu. It takes addresses, sizes and strides and knows neither torch nor numpy. Its only
-// caller, fused_topk/backends/cpu.py, has checked them all.
+// The Python module fused_topk._cpu. It takes addresses, sizes and strides and knows neither torch nor numpy. Its
+// callers, fused_topk/operators/ by way of backends/cpu.py, have checked them all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>

@@ -13,7 +13,7 @@
 
 namespace fused_topk {
 
-// What a launch computes. fused_topk/backends/cuda.py fills it by field names.
+// What a launch computes. fused_topk/operators/token_spread.py fills it by field names.
 struct RowSums {
   const i64* tokens;   // [rows, num_tokens]; out of range: none
   float* sums;         // [rows, 5]: m, d, s, and m and d of the rest. The rows are added to what they hold

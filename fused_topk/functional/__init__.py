@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions. They check their arguments and run a plan (:mod:`fused_topk.plans`), or call
-:mod:`fused_topk.operators` where torch must see the call.
+"""The public functions. They check their arguments, and run a plan of :mod:`fused_topk.operators`, or the operator where torch
+must see the call.
 """
 
 from .beam_topk import beam_topk
