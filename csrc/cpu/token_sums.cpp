@@ -26,8 +26,8 @@ struct TokenSolver {
   const TokenSumsProblem& problem;
   const VectorKernels& kernels = *problem.kernels;
   const u64 rows;
-  u32 blocks;  // of a row
-  u32 parts;   // of a row
+  u32 blocks;                 // of a row
+  u32 parts;                  // of a row
   std::vector<State> states;  // [rows, blocks]
 
   explicit TokenSolver(const TokenSumsProblem& p) : problem(p), rows(rows_of(p.sizes)) {
@@ -39,7 +39,8 @@ struct TokenSolver {
   u32 threads() const { return useful_threads(rows * problem.vocab_size, problem.threads); }
 
   void run() {
-    const u64 tasks = rows * parts, at_once = tasks_at_once(tasks, kElementsAtOnce, problem.vocab_size / parts + 1, threads());
+    const u64 tasks = rows * parts,
+              at_once = tasks_at_once(tasks, kElementsAtOnce, problem.vocab_size / parts + 1, threads());
     share_tasks(threads(), tasks, at_once, [&](const auto& for_each) {
       std::vector<float> buffer(2 * kBlock);
       for_each([&](u64 task) { sum_part(task / parts, u32(task % parts), buffer.data()); });
@@ -71,8 +72,8 @@ struct TokenSolver {
   }
 
   // The state without the given tokens, and without hidden ones.
-  Moments<double> rest(const RowReader& reader, u64 row, u32 block, const float* x, u32 n, const Exponential& exponential,
-                       float* left, const Moments<double>& all) const {
+  Moments<double> rest(const RowReader& reader, u64 row, u32 block, const float* x, u32 n,
+                       const Exponential& exponential, float* left, const Moments<double>& all) const {
     const i64* const tokens = problem.tokens + row * problem.num_tokens;
     const i64 begin = i64(block) * kBlock;
     bool is_copied = problem.sums_all && reader.has_mask();
@@ -96,7 +97,8 @@ struct TokenSolver {
       const i64 token = problem.tokens[place];
       if (token < 0 || token >= problem.vocab_size) continue;
       const bool is_hidden = reader.logit(u32(token)) == -kInfinity;
-      const void* const source = is_hidden ? static_cast<const void*>(&kNegativeInfinity[problem.dtype]) : reader.at(u32(token));
+      const void* const source =
+          is_hidden ? static_cast<const void*>(&kNegativeInfinity[problem.dtype]) : reader.at(u32(token));
       std::memcpy(problem.token_logits + place * item_size, source, item_size);
     }
   }
