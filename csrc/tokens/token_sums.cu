@@ -25,7 +25,7 @@ struct RowSums {
 
 namespace tokens {
 
-constexpr u32 kThreads = 256;
+constexpr u32 kThreads = 320;
 constexpr u32 kWarps = kThreads / kWarpSize;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -83,9 +83,9 @@ __device__ __forceinline__ u32 given_among(const i64* tokens, u32 num_tokens, u3
   return bits[lane_id()];
 }
 
-// Grid: (rows). The limit of 24 resident warps leaves a thread 80 registers.
+// Grid: (rows). The limit of 20 resident warps leaves a thread 96 registers.
 template <class FORMAT>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     token_sums_kernel(const __grid_constant__ Problem problem, const __grid_constant__ RowSums wanted) {
   using Reader = PartReader<FORMAT>;
   using Bits = typename FORMAT::Bits;

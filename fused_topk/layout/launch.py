@@ -303,7 +303,7 @@ def rank_kernel(dtype: torch.dtype) -> str:
 
 # csrc/tokens/token_sums.cu, where what is read is laid out likewise
 
-SUM_THREADS = 256
+SUM_THREADS = 320
 """kThreads of csrc/tokens/token_sums.cu."""
 
 
