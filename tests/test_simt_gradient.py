@@ -342,7 +342,7 @@ FAULTS = {
     "amounts of one token into another": ("if (other.token != own.token) break;", ""),
     "place beyond the first": ("const bool is_below = load(list + middle).token < token;", "const bool is_below = true;"),
     "amount not divided by T": ("weight(x, m_) + amount);", "weight(x, m_)) + amount;"),
-    "gradient not divided by T": ("temperature_.scaled(coefficient_", "(coefficient_"),
+    "gradient not divided by T": ("temperature_.scaled(fmaf(", "(fmaf("),
     "T left out of the exponent": ("temperature_.scale().weight(x, m_)", "Scale().weight(x, m_)"),
     "difference after the scale": ("exp2_approx((x - base) * factor)", "exp2_approx(x * factor - base * factor)"),
     "-inf as a reference point": ("reference_point(__ldg(problem.m + row))", "__ldg(problem.m + row)"),

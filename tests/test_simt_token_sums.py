@@ -113,9 +113,9 @@ FAULTS = {
 @pytest.mark.exhaustive  # each fault is a build of its own
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_line_is_seen(fault):
-    logits = random_logits(3, 9001, dtype=torch.bfloat16)
+    logits = random_logits(3, 12001, dtype=torch.bfloat16)
     logits[1, 5000], logits[0, 17] = NAN, -torch.inf
-    tokens = random_tokens(3, 9001, 3)
+    tokens = random_tokens(3, 12001, 3)
     # One that is a good part of the sum.
     tokens[0, 1] = logits[0].argmax()
     problems = [
