@@ -21,6 +21,7 @@ LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 2.0**-120, 2.0**126
 # Up to this many numbers are compared in Python, more by a reduction. For 16 numbers both take about 2 µs.
 _FEW_NUMBERS = 16
 _LENGTHS = (torch.int32, torch.int64)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def check_rows(
@@ -105,6 +106,18 @@ def plain_rows(
     if lengths is not None:
         check_row_lengths(lengths, logits.shape[-1])
     return tuple.__new__(LogitRows, (logits, number, row_temperature, mask, lengths))
+
+
+def is_plain(value: Any, logits: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether a plan can take another tensor beside the logits as it is: of that dtype and shape, on their device, and without a
+    dispatcher of torch."""
+    return (
+        type(value) in _PLAIN
+        and not need_dispatcher(value)
+        and value.dtype is dtype
+        and value.shape == shape
+        and value.device == logits.device
+    )
 
 
 def check_temperature(temperature: float | Tensor, logits: Tensor, dtype: torch.dtype) -> Scale:

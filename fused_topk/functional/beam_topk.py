@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ..arguments import (
@@ -17,9 +15,8 @@ from ..arguments import (
     is_distributed,
 )
 from ..operators import row_topk
-from ..operators.dispatch import need_dispatcher
 from ..problem import TopK, result_dtype
-from ..row_arguments import check_rows, plain_rows
+from ..row_arguments import check_rows, is_plain, plain_rows
 from ..rows import like
 
 
@@ -66,7 +63,13 @@ def beam_topk(
     check_common_normalize(normalize, "beam_topk")
     check_backend(backend)
     rows = plain_rows(logits, temperature, mask, lengths)
-    if rows is not None and type(k) is int and _is_plain(beam_scores, logits):
+    if (
+        rows is not None
+        and type(k) is int
+        and logits.dim() == 3
+        and logits.shape[1] > 0
+        and is_plain(beam_scores, logits, result_dtype(logits.dtype), logits.shape[:2])
+    ):
         planned = row_topk.plan(logits.device, rows.layout(), k, "log_softmax", normalize, backend, like(beam_scores))
         return planned.run(rows, beam_scores)
     if is_distributed(logits):
@@ -79,16 +82,3 @@ def beam_topk(
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, logits.shape[1] * logits.shape[2], "beams times the vocabulary size")
     return row_topk.beam_topk(rows, beam_scores, k, normalize, backend)
-
-
-def _is_plain(beam_scores: Any, logits: Tensor) -> bool:
-    """Whether a plan can read the scores in place."""
-    return (
-        type(beam_scores) is Tensor
-        and not need_dispatcher(beam_scores)
-        and logits.dim() == 3
-        and logits.shape[1] > 0
-        and beam_scores.dtype is result_dtype(logits.dtype)
-        and beam_scores.shape == logits.shape[:2]
-        and beam_scores.device == logits.device
-    )

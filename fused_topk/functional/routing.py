@@ -13,18 +13,16 @@ from torch import Tensor
 from .. import backends
 from ..arguments import check_backend, check_dim, check_logits
 from ..gone import refuse
-from ..operators.dispatch import need_dispatcher
 from ..operators.routing import Result, plan
 from ..operators.routing import router_topk as routed
 from ..operators.routing import router_topk_into as routed_into
 from ..problem import RouterTopK, result_dtype
 from ..router_arguments import INDEX_DTYPES, check_bias, check_router
-from ..row_arguments import check_rows, plain_rows, vocabulary_last
+from ..row_arguments import check_rows, is_plain, plain_rows, vocabulary_last
 from ..rows import like_given
 from .out import check_out, have_changed, is_plain_out
 
 _BACKENDS = (None, *backends.NAMES)
-_BIASES = (Tensor, torch.nn.Parameter)
 _OUT_TYPES = (RouterTopK, tuple)
 _REQUEST_TYPES = (int, str, int, int, str, bool)
 
@@ -123,7 +121,10 @@ def router_topk(
         and (out is None or _may_be_plain(out))
     ):
         rows = plain_rows(logits, mask=mask, out=out or ())
-        if rows is not None and (bias is None or _is_plain(bias, logits)):
+        if rows is not None and (
+            bias is None
+            or (is_plain(bias, logits, result_dtype(logits.dtype), logits.shape[-1:]) and bias.is_contiguous())
+        ):
             if out is not None:
                 index_dtype = _index_dtype_of(out)
             asked = (*request, scale)
@@ -163,18 +164,6 @@ def router_topk(
     if not routed_into(rows, bias, asked, backend, last):
         have_changed(written)
     return written
-
-
-def _is_plain(bias: Any, logits: Tensor) -> bool:
-    """Whether a plan can read the bias in place."""
-    return (
-        type(bias) in _BIASES
-        and bias.dtype is result_dtype(logits.dtype)
-        and bias.shape == logits.shape[-1:]
-        and bias.is_contiguous()
-        and bias.device == logits.device
-        and not need_dispatcher(bias)
-    )
 
 
 def _may_be_plain(out: Any) -> bool:

@@ -41,7 +41,7 @@ from ..operators import sampling
 from ..operators.dispatch import need_dispatcher
 from ..operators.ranks import target_ranks
 from ..problem import Sample, SampleProblem, changed
-from ..row_arguments import check_row_numbers, check_rows
+from ..row_arguments import check_row_numbers, check_rows, is_plain
 from ..rows import Like, LogitRows
 
 # A parameter as (the number of all rows, None), or (a number that is not used, the number of each row).
@@ -285,15 +285,18 @@ def _planned(
     shape = logits.shape
     for name in (seed, counter):
         if type(name) is Tensor:
-            is_known = name.dtype is torch.int64 and name.shape == shape[:-1] and name.device == logits.device
-            if not is_known or not name.is_contiguous() or need_dispatcher(name):
+            if not is_plain(name, logits, torch.int64, shape[:-1]) or not name.is_contiguous():
                 return None
         elif name is not None and (type(name) is not int or not _SEEDS[0] <= name <= _SEEDS[1]):
             return None
     if seed is None:
         if type(counter) is not int or counter != 0:
             return None
-        if noise is not None and (generator is not None or request[0] != 1 or not _is_plain_noise(noise, logits)):
+        if noise is not None and (
+            generator is not None
+            or request[0] != 1
+            or not (is_plain(noise, logits, torch.float32, shape) and noise.is_contiguous())
+        ):
             return None
         if generator is not None and (
             type(generator) is not torch.Generator or generator.device.type != logits.device.type
@@ -317,18 +320,6 @@ def _planned(
     if ranks:
         result = _with_ranks(result, rows, backend)
     return result if is_flat else shaped(result, shape[:-1])
-
-
-def _is_plain_noise(noise: Any, logits: Tensor) -> bool:
-    """Whether a plan can read it where it lies."""
-    return (
-        type(noise) is Tensor
-        and noise.dtype is torch.float32
-        and noise.shape == logits.shape
-        and noise.device == logits.device
-        and noise.is_contiguous()
-        and not need_dispatcher(noise)
-    )
 
 
 def _checked_noise(noise: Any, logits: Tensor, seed: Any, counter: Any, generator: Any, num_samples: int) -> Tensor:
