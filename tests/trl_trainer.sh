@@ -13,15 +13,7 @@ source "$tests/environment_above.sh"
 work=$(mktemp -d "${TMPDIR:-/tmp}/trl-trainer.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 environment=$(realpath -m "${1:-$work/environment}")
-if [[ ! -e $environment/complete ]]; then
-  environment_above "$environment"
-  # TRL has to work with these, and brings none of its own.
-  kept=(accelerate huggingface_hub numpy tokenizers torch transformers)
-  python -c 'import sys; from importlib.metadata import version; print(*(f"{each}=={version(each)}" for each in sys.argv[1:]), sep="\n")' \
-    "${kept[@]}" >"$work/kept.txt"
-  "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$work/kept.txt" trl==1.16.0 datasets==5.2.0
-  touch "$environment/complete"
-fi
+environment_with "$environment" trl==1.16.0 datasets==5.2.0
 
 # Away from the checkout, so that the installed package is imported, which has its native kernel.
 cd "$work"
