@@ -163,6 +163,9 @@ class LogitGradientProblem(NamedTuple):
     # lower ones. A token may be listed several times.
     listed: Tensor
 
+    def some(self, rows: slice) -> LogitGradientProblem:
+        return LogitGradientProblem(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
 
 class Kept(NamedTuple):
     """What a row was drawn from, after top-k, top-p and min-p.
@@ -252,9 +255,10 @@ class TokenSumsProblem(NamedTuple):
     parts before, and writes the logits of the tokens that are here, -inf for a hidden one, into another; both are contiguous."""
 
     rows: LogitRows
-    tokens: Tensor  # (..., n) int64, contiguous; one that is out of range is none
+    tokens: Tensor  # (..., n) int64, contiguous; one that is not among the rows' is none
     normalize: str  # "all": m, d and s are of the whole row, whatever the mask hides; else "allowed"
     tail: bool  # whether the sums of the rest are wanted
+    start: int = 0  # the rows' logits are those of the tokens from here on
 
 
 class RouterTopK(NamedTuple):

@@ -34,9 +34,11 @@ def exact_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 def gradients_in_pieces(monkeypatch, rows: int, tokens: int) -> None:
     """The backward pass of torch operations, and that of the kernel."""
     for name in ("backward_pieces", "in_place_pieces"):
-        monkeypatch.setattr(layout, name, lambda *sizes: layout.Pieces(rows, min(tokens, sizes[1]), 1))
+        monkeypatch.setattr(layout, name, lambda *sizes: layout.Pieces(rows, min(tokens, sizes[1]), 1, blocks=2))
 
 
 def merged_in_pieces(monkeypatch, rows: int, tokens: int, states: int) -> None:
     monkeypatch.setattr(layout, "_NATIVE_ROWS", 0)
-    monkeypatch.setattr(layout, "forward_pieces", lambda *sizes: layout.Pieces(rows, min(tokens, sizes[1]), states))
+    monkeypatch.setattr(
+        layout, "forward_pieces", lambda *sizes: layout.Pieces(rows, min(tokens, sizes[1]), states, blocks=2)
+    )

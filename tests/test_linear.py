@@ -411,7 +411,8 @@ def test_linear_backward_scratch_memory(monkeypatch, rows, depth, vocab_size, li
     spread = (torch.ones(lead), None if has_kernel else torch.ones(lead)) if listed else (None, None)
     grads = torch.ones(*lead, 4), torch.ones(2, rows, listed)[:, half] if listed else None, torch.ones(lead)
     if has_kernel:
-        monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: cuda))
+        monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: "cuda"))
+        monkeypatch.setattr(cuda, "multiprocessors", lambda index: 132)
         monkeypatch.setattr(cuda_pieces, "logit_gradients", lambda problem, rows, start: None)
     with LiveBytes() as live:
         incoming = linear_backward.Incoming(indices, state, *grads, *spread)
@@ -506,12 +507,13 @@ def test_linear_pieces_that_are_taken_into_one_state():
 
 def test_linear_pieces_that_become_their_gradient():
     def pieces(rows, has_mask=False):
-        return layout.in_place_pieces(rows, 128256, 2048, 2, 2, False, has_mask)
+        return layout.in_place_pieces(rows, 128256, 2048, 2, 2, False, has_mask, False, True, 132)
 
     # Rows in tiles of the product's 128, in equal shares.
-    assert pieces(8192) == layout.Pieces(2048, 7168, 1)
-    assert pieces(3000) == layout.Pieces(1536, 13312, 1)
-    assert pieces(8192, has_mask=True) == layout.Pieces(2048, 5120, 1)
+    # 16 x 41 tiles of 128 x 256 logits: five for nearly each of 132 multiprocessors.
+    assert pieces(8192) == layout.Pieces(2048, 41 * 256, 1, 7)
+    assert pieces(3000) == layout.Pieces(1536, 66 * 256, 1, 9)
+    assert pieces(8192, has_mask=True) == layout.Pieces(2048, 24 * 256, 1, 7)
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
@@ -541,10 +543,10 @@ def test_linear_pieces_fit(is_cpu):
                 assert pieces.rows * (pieces.tokens * 7 + depth * 8) <= 64 << 20
                 for listed, itemsize, has_bias in ((1, 2, False), (265, 4, True), (5000, 2, True)):
                     has_mask = listed > 1
-                    sizes = (rows, vocab_size, depth, itemsize, listed, has_bias, has_mask)
+                    sizes = (rows, vocab_size, depth, itemsize, listed, has_bias, has_mask, True, False, 132)
                     pieces = layout.in_place_pieces(*sizes)
                     assert 1 <= pieces.rows <= rows
-                    assert pieces.tokens == vocab_size or pieces.tokens % 1024 == 0
+                    assert pieces.tokens == vocab_size or pieces.tokens % 256 == 0
                     # The states, their gradient and a product, or the list while it is sorted; and of tokens the bias and a sum.
                     of_row = depth * itemsize + max(depth * (itemsize + 4) + listed * 8, listed * 36)
                     of_tokens = has_bias * (vocab_size + pieces.tokens) * 4

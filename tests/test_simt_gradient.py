@@ -290,7 +290,8 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     found = linear_pieces.forward(head, linear_pieces.Wanted(5, "log_softmax", None, None, True, True))
     targets[..., 3] = found.indices[..., 0]
     grads = [torch.randn(shape, generator=generator) for shape in ((*lead, 5), (*lead, 6), lead, lead)]
-    monkeypatch.setattr(layout, "in_place_pieces", lambda *sizes: layout.Pieces(*pieces, 1))
+    monkeypatch.setattr(layout, "in_place_pieces", lambda *sizes: layout.Pieces(*pieces, 1, blocks=2))
+    monkeypatch.setattr(linear_backward.cuda, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: "cuda"))
     tensors = {
         **head._asdict(),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_topk import operators
+from fused_topk.layout import launch
 from fused_topk.problem import TokenSumsProblem
 from fused_topk.rows import LogitRows
 from fused_topk.token_sums import empty_sums
@@ -82,6 +83,15 @@ def test_adversarial_rows(dtype, vocab_size):
             check(problem, schedule=SCHEDULES[i % len(SCHEDULES)], seed=i)
 
 
+@pytest.mark.parametrize("threads", [32, 128])
+def test_a_piece_by_fewer_threads(monkeypatch, threads):
+    """Its tokens begin at 5000."""
+    monkeypatch.setattr(launch, "sum_threads", lambda rows: threads)
+    tokens = random_tokens(3, 9001, 40) + 5000
+    for given in hidden_in_all_ways(random_logits(3, 9001, dtype=torch.bfloat16)):
+        check(TokenSumsProblem(given, tokens, "allowed", True, 5000))
+
+
 def test_layouts():
     """Rows at any address and with any strides, and masks with strides of their own."""
     x = random_logits(2, 3, 70, dtype=torch.bfloat16)
@@ -104,25 +114,29 @@ FAULTS = {
     "a hidden token": ("is_hidden ?", "false ?"),
     "a token beyond the row": ("token >= problem.V) continue", "false) continue"),
     "no barrier": ("  __syncthreads();\n", ""),
-    "a warp left out": ("i < kWarps; ++i", "i + 1 < kWarps; ++i"),
+    "a warp left out": ("i < num_warps; ++i", "i + 1 < num_warps; ++i"),
     "what the pieces before have left": ("all = {sums[0], sums[1], sums[2] * kLog2E}", "all = {}"),
+    "a token of another piece": ("wanted.first_token + first, bits", "first, bits"),
+    "its logit": ("i) - wanted.first_token", "i)"),
+    "what the block's other warps read": ("num_warps * Reader", "kMostWarps * Reader"),
     "units of s": ("sums[2] = all.s * kLn2", "sums[2] = all.s"),
 }  # fmt: skip
 
 
 @pytest.mark.exhaustive  # each fault is a build of its own
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_line_is_seen(fault):
+def test_a_wrong_line_is_seen(monkeypatch, fault):
     logits = random_logits(3, 12001, dtype=torch.bfloat16)
     logits[1, 5000], logits[0, 17] = NAN, -torch.inf
     tokens = random_tokens(3, 12001, 3)
     # One that is a good part of the sum.
     tokens[0, 1] = logits[0].argmax()
     problems = [
-        TokenSumsProblem(given, tokens, normalize, True)
-        for given in hidden_in_all_ways(logits)
+        TokenSumsProblem(given, tokens + 300 * i, normalize, True, 300 * i)
+        for i, given in enumerate(hidden_in_all_ways(logits))
         for normalize in ("allowed", "all")
     ]
+    monkeypatch.setattr(launch, "sum_threads", lambda rows: 96)
     with pytest.raises(AssertionError):
         for i, problem in enumerate(problems):
             check(problem, edit=replacing(*FAULTS[fault]), schedule=SCHEDULES[i % len(SCHEDULES)], seed=i)

@@ -15,9 +15,10 @@ namespace fused_topk {
 
 // What a launch computes. fused_topk/operators/token_spread.py fills it by field names.
 struct RowSums {
-  const i64* tokens;   // [rows, num_tokens]; out of range: none
+  const i64* tokens;   // [rows, num_tokens]; one that is not among the row's: none
   float* sums;         // [rows, 5]: m, d, s, and m and d of the rest. The rows are added to what they hold
   void* token_logits;  // [rows, num_tokens], in the logits' format; written where the token is in the row
+  i64 first_token;     // the row's logits are those of the tokens from here on
   u32 num_tokens;
   u32 sums_all;  // 1: m, d and s are of the whole row, whatever the mask hides
   u32 has_rest;  // 1: the sums of the rest are wanted
@@ -25,8 +26,8 @@ struct RowSums {
 
 namespace tokens {
 
-constexpr u32 kThreads = 320;
-constexpr u32 kWarps = kThreads / kWarpSize;
+constexpr u32 kMostThreads = 320;
+constexpr u32 kMostWarps = kMostThreads / kWarpSize;
 constexpr float kLn2 = 0.6931471805599453f;
 
 using Sums = Moments<float>;
@@ -67,14 +68,15 @@ __device__ __forceinline__ Sums sum(const Vector (&vectors)[VECTORS], u32 omitte
   return result;
 }
 
-// The bits of `omitted` for the tokens that a warp reads from `first` on. bits: [kWarpSize] of the warp. All 32 lanes call it.
+// The bits of `omitted` for the tokens that a warp reads, which are those from `first` on. bits: [kWarpSize] of the warp. All 32
+// lanes call it.
 template <class READER>
-__device__ __forceinline__ u32 given_among(const i64* tokens, u32 num_tokens, u32 first, u32* bits) {
+__device__ __forceinline__ u32 given_among(const i64* tokens, u32 num_tokens, i64 first, u32* bits) {
   constexpr u32 n = READER::kPerVector;
   bits[lane_id()] = 0;
   __syncwarp();
   for (u32 i = lane_id(); i < num_tokens; i += kWarpSize) {
-    const i64 place = __ldg(tokens + i) - i64(first);
+    const i64 place = __ldg(tokens + i) - first;
     if (place < 0 || place >= READER::kElements) continue;
     const u32 vector = u32(place) / n;
     atomicOr(bits + vector % kWarpSize, 1u << (vector / kWarpSize * n + u32(place) % n));
@@ -83,15 +85,15 @@ __device__ __forceinline__ u32 given_among(const i64* tokens, u32 num_tokens, u3
   return bits[lane_id()];
 }
 
-// Grid: (rows). The limit of 20 resident warps leaves a thread 96 registers.
+// Grid: (rows); at most kMostThreads a block. The limit of 20 resident warps leaves a thread 96 registers.
 template <class FORMAT>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kMostThreads, 2)
     token_sums_kernel(const __grid_constant__ Problem problem, const __grid_constant__ RowSums wanted) {
   using Reader = PartReader<FORMAT>;
   using Bits = typename FORMAT::Bits;
-  __shared__ u32 given[kThreads];
-  __shared__ Sums of_warps[2][kWarps];
-  const u32 row = blockIdx.x, warp = threadIdx.x / kWarpSize;
+  __shared__ u32 given[kMostThreads];
+  __shared__ Sums of_warps[2][kMostWarps];
+  const u32 row = blockIdx.x, warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
   const Scale scale = problem.temperature_of(row).scale();
   const RowMask none{nullptr, 0, kMaskBytes};
   const RowMask mask = problem.mask ? problem.row_mask(row) : none;
@@ -103,13 +105,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   Sums all, rest;
 #pragma unroll 1
-  for (u32 first = warp * Reader::kElements; first < allowed.V; first += kWarps * Reader::kElements) {
+  for (u32 first = warp * Reader::kElements; first < allowed.V; first += num_warps * Reader::kElements) {
     Vector vectors[Reader::kVectors];
     Reader{summed}.load(first, vectors);
     Sums own = sum<FORMAT>(vectors, 0, scale);
     all = merge(all, own, scale);
     if (!wanted.has_rest) continue;
-    const u32 omitted = given_among<Reader>(tokens, wanted.num_tokens, first, given + warp * kWarpSize);
+    u32* const bits = given + warp * kWarpSize;
+    const u32 omitted = given_among<Reader>(tokens, wanted.num_tokens, wanted.first_token + first, bits);
     if (is_masked_later) {
 #pragma unroll
       for (u32 u = 0; u < Reader::kVectors; ++u)
@@ -125,8 +128,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     of_warps[1][warp] = rest;
   }
   Bits* const token_logits = static_cast<Bits*>(wanted.token_logits) + i64(row) * wanted.num_tokens;
-  for (u32 i = threadIdx.x; i < wanted.num_tokens; i += kThreads) {
-    const i64 token = __ldg(tokens + i);
+  for (u32 i = threadIdx.x; i < wanted.num_tokens; i += blockDim.x) {
+    const i64 token = __ldg(tokens + i) - wanted.first_token;
     if (token < 0 || token >= problem.V) continue;
     const bool is_hidden = token >= allowed.V || (mask.data && !mask.template allowed<1>(u32(token), allowed.V));
     token_logits[i] = is_hidden ? Bits(FORMAT::kNegativeInfinity) : __ldg(data + token);
@@ -137,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   all = {sums[0], sums[1], sums[2] * kLog2E};
   rest = {sums[3], sums[4], 0.0f};
 #pragma unroll 1
-  for (u32 i = 0; i < kWarps; ++i) {
+  for (u32 i = 0; i < num_warps; ++i) {
     all = merge(all, of_warps[0][i], scale);
     if (wanted.has_rest) rest = merge(rest, of_warps[1][i], scale);
   }

@@ -42,6 +42,8 @@ _LONG_SORTED_BYTES = 64
 _LONG_LIST = 4096
 # A row's m, coefficient, temperature, and the gap behind its logits.
 _GRADIENT_ROW_BYTES = 64
+# These, and the lists, of several blocks of rows together.
+_TOGETHER_BYTES = 2 << 20
 # A piece has a multiple of so many tokens. So its rows are aligned, and it has whole words of a packed mask.
 _TOKEN_MULTIPLE = 1024
 
@@ -61,6 +63,9 @@ class Pieces(NamedTuple):
     rows: int
     tokens: int  # the whole vocabulary, or a multiple of 256
     states: int  # 0: each piece is taken into the one state of its rows (csrc/linear/accumulate_piece.cu)
+    # What comes before and after the pieces of some rows is done for so many blocks of rows together: these are small operations,
+    # each of which takes a GPU as long for one row as for thousands.
+    blocks: int = 1
 
 
 def is_for_the_native_kernel(rows: int, k: int) -> bool:
@@ -81,7 +86,8 @@ def forward_pieces(
         piece = (_CPU_SUMMED_BYTES if is_cpu else _GPU_PIECE_BYTES) // logit_bytes
         most = max(1, min(_GPU_ROWS, SCRATCH_BYTES // 4 // max(row_bytes, 1)))
         block = -(-rows // -(-rows // most))
-        return Pieces(block, _even_share(vocab_size, piece // block, _SUMMED_MULTIPLE), 1)
+        together = max(1, SCRATCH_BYTES // 4 // max(row_bytes, 1) // block)
+        return Pieces(block, _even_share(vocab_size, piece // block, _SUMMED_MULTIPLE), 1, together)
     state_bytes = k * (itemsize + _INDEX_BYTES) + 2 * _INDEX_BYTES
     # A state, its copy and the result.
     if rows * (vocab_size * logit_bytes + 3 * state_bytes + row_bytes) <= SCRATCH_BYTES:
@@ -113,12 +119,7 @@ def accumulated_pieces(
     has_rows = block >= _WARPS_OF_MULTIPROCESSOR * multiprocessors
     if k > MOST_K_OF_PIECES or room < _LEAST_ACCUMULATED_BYTES or not has_rows or vocab_size > _ACCUMULATED_TOKENS:
         return None
-    # As many of the product's tiles as keep every multiprocessor busy to the end.
-    most = room // (block * itemsize * _PRODUCT_TOKENS)
-    across = -(-block // _PRODUCT_ROWS)
-    turns = across * most // multiprocessors
-    tiles = turns * multiprocessors // across or most
-    tokens = tiles * _PRODUCT_TOKENS
+    tokens = _whole_turns(block, room // (block * itemsize), multiprocessors)
     return None if tokens >= vocab_size else Pieces(block, tokens, 0)
 
 
@@ -145,25 +146,46 @@ def backward_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, is_cp
 
 
 def in_place_pieces(
-    rows: int, vocab_size: int, depth: int, itemsize: int, listed: int, has_bias: bool, has_mask: bool
+    rows: int,
+    vocab_size: int,
+    depth: int,
+    itemsize: int,
+    listed: int,
+    has_bias: bool,
+    has_mask: bool,
+    is_copied: bool,
+    adds_in_place: bool,
+    multiprocessors: int,
 ) -> Pieces:
     """The pieces of the backward pass on a GPU, where the logits' gradient takes their own place (csrc/linear/logit_gradient.cu).
 
     listed: the number of a row's tokens at which something is added. has_bias: whether the bias has a gradient. has_mask: whether
-    there is a mask, of which a piece may need a copy.
+    there is a mask, of which a piece may need a copy. is_copied: whether the hidden states of a block may be a copy. adds_in_place:
+    whether a product is added to the float32 sum of the hidden states' gradient as it is computed.
     """
     logit_bytes = itemsize + has_mask
-    # First a row's list is sorted. Then the hidden states' gradient is summed. The states may be copied.
-    summed = depth * (itemsize + 4) + listed * _LISTED_BYTES
+    # First a row's list is sorted. Then the hidden states' gradient is summed.
+    summed = depth * (4 if adds_in_place else itemsize + 4) + listed * _LISTED_BYTES
     made = listed * (_SORTED_BYTES if listed <= _LONG_LIST else _LONG_SORTED_BYTES)
-    row_bytes = depth * itemsize + max(summed, made) + _GRADIENT_ROW_BYTES
+    row_bytes = is_copied * depth * itemsize + max(summed, made) + _GRADIENT_ROW_BYTES
     # The gradient of a bias is summed in float32.
-    room = max(SCRATCH_BYTES - 8 * vocab_size * has_bias, SCRATCH_BYTES // 4)
+    room = max(SCRATCH_BYTES - _TOGETHER_BYTES - 8 * vocab_size * has_bias, SCRATCH_BYTES // 4)
     of_rows = room * 5 // 8
     most = max(1, min(_GPU_ROWS, of_rows // row_bytes, (room - of_rows) // (_TOKEN_MULTIPLE * logit_bytes)))
     multiple = _PRODUCT_ROWS if most >= _PRODUCT_ROWS else 1
     block = min(rows, _even_share(rows, most, multiple))
-    return Pieces(block, _even_share(vocab_size, (room - block * row_bytes) // (block * logit_bytes)), 1)
+    most = (room - block * row_bytes) // (block * logit_bytes)
+    tokens = vocab_size if most >= vocab_size else _whole_turns(block, most, multiprocessors)
+    return Pieces(block, min(tokens, vocab_size), 1, max(1, _TOGETHER_BYTES // (made + _GRADIENT_ROW_BYTES) // block))
+
+
+def _whole_turns(block: int, most: int, multiprocessors: int) -> int:
+    """Tokens of a piece of `block` rows, at most about `most`: as many of the product's tiles as keep every multiprocessor busy to
+    the end."""
+    most = max(_TOKEN_MULTIPLE, most) // _PRODUCT_TOKENS
+    across = -(-block // _PRODUCT_ROWS)
+    turns = across * most // multiprocessors
+    return (turns * multiprocessors // across or most) * _PRODUCT_TOKENS
 
 
 def _even_share(vocab_size: int, most: int, multiple: int = _TOKEN_MULTIPLE) -> int:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import cuda_pieces
+from ..backends import cuda, cuda_pieces
 from ..layout import linear_pieces as layout
 from ..problem import LinearProblem, LogitGradientProblem, result_dtype
 from ..rows import LogitRows, some_rows
@@ -46,6 +46,10 @@ class _OfRows(NamedTuple):
     targets: Tensor | None  # (rows, n)
     # Tokens (rows, n), and the amount that is added at each. A token that is out of range stands for none.
     added: list[tuple[Tensor, Tensor]]
+
+    def some(self, rows: slice) -> _OfRows:
+        terms = [None if x is None else x[rows] for x in self[:-1]]
+        return _OfRows._make([*terms, [(tokens[rows], amounts[rows]) for tokens, amounts in self.added]])
 
 
 class Incoming(NamedTuple):
@@ -108,11 +112,12 @@ def backward(
     multiple = _STRIDE_MULTIPLE if has_kernel else 1
     buffer = hidden.new_empty(pieces.rows * _row_stride(min(pieces.tokens, vocab_size), multiple))
     wide = _wide(hidden, buffer.numel(), has_kernel)
-    for block in blocks(head, pieces.rows):
-        gradient = _gradient(head, block, incoming, has_kernel, wide)
-        _add_block(head, block, pieces.tokens, multiple, gradient, buffer, sums)
-        # Freed before the next block makes its lists, so that those of two blocks are never in memory together.
-        del gradient
+    for together in blocks(head, pieces.rows * pieces.blocks):
+        gradient_of = _gradients(head, together, incoming, has_kernel, wide)
+        for block in blocks(head, pieces.rows, together.part):
+            _add_block(head, block, pieces.tokens, multiple, gradient_of(block), buffer, sums)
+        # Freed before the next rows' lists are made, so that both are never in memory together.
+        del gradient_of
     if sums.bias is not None and sums.bias is not of_bias:
         of_bias.copy_(sums.bias)
     return of_hidden, of_weight, of_bias
@@ -124,12 +129,16 @@ def turn_into_gradient(head: LinearProblem, incoming: Incoming, backend: str | N
     if rows == 0:
         return
     has_kernel, pieces = _pieces(head, incoming, backend, False)
+    size, tokens = pieces.rows, pieces.tokens
+    if has_kernel and not head.rows.hides():
+        # Nothing is copied.
+        size, tokens = pieces.rows * pieces.blocks, vocab_size
     logits = kept.view(rows, vocab_size)
-    wide = _wide(head.hidden, pieces.rows * min(pieces.tokens, vocab_size), has_kernel)
-    for block in blocks(head, pieces.rows):
-        gradient = _gradient(head, block, incoming, has_kernel, wide)
-        for start in range(0, vocab_size, pieces.tokens):
-            gradient(logits[block.part, start : start + pieces.tokens], start)
+    wide = _wide(head.hidden, size * min(tokens, vocab_size), has_kernel)
+    for block in blocks(head, size):
+        gradient = _gradients(head, block, incoming, has_kernel, wide)(block)
+        for start in range(0, vocab_size, tokens):
+            gradient(logits[block.part, start : start + tokens], start)
         del gradient
 
 
@@ -164,7 +173,9 @@ def _pieces(head: LinearProblem, incoming: Incoming, backend: str | None, has_bi
     itemsize = hidden.element_size()
     if backends.pick(hidden.device, hidden.dtype, 1, backend) == "cuda" and incoming.grad_tail is None:
         listed = incoming.indices.shape[-1] + (0 if head.targets is None else head.targets.shape[-1])
-        return True, layout.in_place_pieces(rows, vocab_size, depth, itemsize, listed, has_bias, head.rows.hides())
+        of_call = has_bias, head.rows.hides(), not hidden.is_contiguous(), _adds_in_place(hidden)
+        count = cuda.multiprocessors(hidden.get_device())
+        return True, layout.in_place_pieces(rows, vocab_size, depth, itemsize, listed, *of_call, count)
     return False, layout.backward_pieces(rows, vocab_size, depth, itemsize, hidden.device.type == "cpu")
 
 
@@ -174,11 +185,22 @@ def _wide(hidden: Tensor, size: int, has_kernel: bool) -> Tensor | None:
     return None if has_kernel or dtype == hidden.dtype else torch.empty(size, dtype=dtype, device=hidden.device)
 
 
-def _gradient(
-    head: LinearProblem, block: Block, incoming: Incoming, has_kernel: bool, wide: Tensor | None
-) -> _Gradient:
-    of_rows = incoming.of(block)
-    return _by_kernel(head, block, of_rows) if has_kernel else _in_torch(head, block, of_rows, wide)
+def _gradients(
+    head: LinearProblem, together: Block, incoming: Incoming, has_kernel: bool, wide: Tensor | None
+) -> Callable[[Block], _Gradient]:
+    """For the blocks of some rows."""
+    of_rows = incoming.of(together)
+    if not has_kernel:
+        return lambda block: _in_torch(head, block, of_rows.some(block.within(together)), wide)
+    problem = LogitGradientProblem(
+        of_rows.m.contiguous(), of_rows.coefficient, of_rows.slope, _listed(of_rows.added, len(head.weight))
+    )
+    return lambda block: _by_kernel(head, block, problem.some(block.within(together)))
+
+
+def _adds_in_place(hidden: Tensor) -> bool:
+    """Whether the library adds a product of 16-bit tensors to a float32 one."""
+    return hidden.device.type == "cuda" and hidden.element_size() == 2 and hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 def _row_stride(tokens: int, multiple: int) -> int:
@@ -193,7 +215,7 @@ def _add_block(
     Args:
         multiple: of elements, at which rows of logits begin.
     """
-    hidden, vocab_size = block.hidden, len(head.weight)
+    hidden, vocab_size, adds_in_place = block.hidden, len(head.weight), _adds_in_place(block.hidden)
     of_hidden = None
     if sums.hidden is not None:
         of_hidden = torch.zeros(hidden.shape, dtype=result_dtype(hidden.dtype), device=hidden.device)
@@ -208,6 +230,8 @@ def _add_block(
             sums.bias[start:end] += g.sum(0, dtype=sums.bias.dtype)
         if of_hidden is not None and of_hidden.dtype == hidden.dtype:
             of_hidden.addmm_(rounded, head.weight[start:end])
+        elif of_hidden is not None and adds_in_place:
+            torch.ops.aten.addmm.dtype_out(of_hidden, rounded, head.weight[start:end], of_hidden.dtype, out=of_hidden)
         elif of_hidden is not None:
             # Autocast converts the operands of a product, unless `out` is given.
             of_hidden += torch.mm(rounded, head.weight[start:end], out=torch.empty_like(hidden))
@@ -219,11 +243,8 @@ def _add_block(
         sums.hidden[block.part].copy_(of_hidden)
 
 
-def _by_kernel(head: LinearProblem, block: Block, of_rows: _OfRows) -> _Gradient:
+def _by_kernel(head: LinearProblem, block: Block, problem: LogitGradientProblem) -> _Gradient:
     """Computes the gradient in the place of the logits. Only the rounded gradient is ever in memory."""
-    problem = LogitGradientProblem(
-        of_rows.m.contiguous(), of_rows.coefficient, of_rows.slope, _listed(of_rows.added, len(head.weight))
-    )
 
     def gradient(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
         rows = block.of.of_tokens(logits, start, start + logits.shape[-1])

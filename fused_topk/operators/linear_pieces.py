@@ -9,6 +9,7 @@ waits for the device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -71,16 +72,26 @@ class LinearResult(NamedTuple):
     logits: Tensor  # (..., V), in the dtype of the hidden states
 
 
-class Block(NamedTuple):
-    """Some rows, without leading dimensions."""
+class Block:
+    """Some rows, without leading dimensions. Tensors whose rows do not merge are copied when they are asked for."""
 
-    of: RowsBlock
-    hidden: Tensor  # (rows, H)
-    targets: Tensor | None  # (rows, n)
+    def __init__(self, head: LinearProblem, part: slice) -> None:
+        self._head, self.part, self.count = head, part, part.stop - part.start
+        self.of = RowsBlock.of(head.rows, part)
 
-    @property
-    def part(self) -> slice:
-        return self.of.part
+    @cached_property
+    def hidden(self) -> Tensor:
+        """(rows, H)"""
+        return some_rows(self._head.hidden, 1, self.part)
+
+    @cached_property
+    def targets(self) -> Tensor | None:
+        """(rows, n)"""
+        return None if self._head.targets is None else some_rows(self._head.targets, 1, self.part)
+
+    def within(self, larger: Block) -> slice:
+        """Where these rows are among those of a larger block."""
+        return slice(self.part.start - larger.part.start, self.part.stop - larger.part.start)
 
 
 def empty_result(head: LinearProblem, wanted: Wanted) -> LinearResult:
@@ -120,14 +131,21 @@ def forward(head: LinearProblem, wanted: Wanted) -> LinearResult:
     flat = LinearResult(*(x.reshape(-1, *x.shape[lead:]) if x.numel() else x for x in out))
     vocab_size, pieces = len(head.weight), _pieces(head, wanted, chosen)
     buffer = None if wanted.keeps_logits else head.hidden.new_empty(pieces.rows * min(pieces.tokens, vocab_size))
-    for block in blocks(head, pieces.rows):
-        if pieces.tokens >= vocab_size and head.targets is None and not wanted.keeps_state and buffer is not None:
-            logits = product(block.hidden, head, 0, vocab_size, room(buffer, block, vocab_size))
-            best = TopK(flat.values[block.part], flat.indices[block.part], flat.logsumexp[block.part])
-            of_block = block.of.of_tokens(logits, 0, vocab_size)
-            row_topk.run_into(*of_block, wanted.k, wanted.values, head.normalize, wanted.backend, *best)
-        else:
-            _forward_block(head, block, pieces, wanted, chosen, buffer, flat)
+    for together in blocks(head, pieces.rows * pieces.blocks):
+        targets = None
+        if head.targets is not None:
+            targets = _Targets.of(head, together, wanted, is_whole=pieces.tokens >= vocab_size)
+        for block in blocks(head, pieces.rows, together.part):
+            if pieces.tokens >= vocab_size and targets is None and not wanted.keeps_state and buffer is not None:
+                logits = product(block.hidden, head, 0, vocab_size, room(buffer, block, vocab_size))
+                best = TopK(flat.values[block.part], flat.indices[block.part], flat.logsumexp[block.part])
+                of_block = block.of.of_tokens(logits, 0, vocab_size)
+                row_topk.run_into(*of_block, wanted.k, wanted.values, head.normalize, wanted.backend, *best)
+            else:
+                own = None if targets is None else targets.some(block.within(together))
+                _forward_block(head, block, pieces, wanted, chosen, own, buffer, flat)
+        if targets is not None:
+            targets.write(together.of.rows.scale(), wanted, together.part, flat)
     return out
 
 
@@ -169,6 +187,9 @@ def _pieces(head: LinearProblem, wanted: Wanted, chosen: str) -> linear_pieces.P
     pieces = linear_pieces.forward_pieces(
         rows, vocab_size, held, itemsize, logit_bytes, row_bytes, head.hidden.device.type == "cpu"
     )
+    if wanted.keeps_logits and not held and chosen == "cuda" and not head.rows.hides():
+        # No piece stays in a cache for long, and a product of whole rows is the quickest.
+        return pieces._replace(tokens=vocab_size)
     # The kernel counts the ranks of one target a row, as places in the order.
     counts_ranks = not has_ranks or (
         wanted.ties == "index" and head.targets is not None and head.targets.shape[-1] == 1
@@ -186,13 +207,13 @@ def _forward_block(
     pieces: linear_pieces.Pieces,
     wanted: Wanted,
     chosen: str,
+    targets: _Targets | None,
     buffer: Tensor | None,
     out: LinearResult,
 ) -> None:
-    """buffer: memory for a piece. None: the logits are kept where the result has them."""
+    """targets: those of the block. buffer: memory for a piece. None: the logits are kept where the result has them."""
     vocab_size, part, normalize, backend = len(head.weight), block.part, head.normalize, wanted.backend
     held, has_ranks, are_merged = wanted.held, wanted.ties is not None, pieces.states > 0
-    target = None if block.targets is None else _Targets(head, block, wanted, is_whole=pieces.tokens >= vocab_size)
     # row_result() uses the leading dimensions and the dtype alone, which the hidden states share with the logits.
     states = [] if are_merged else [row_result(block.hidden, held, "state").empty(block.hidden.device)]
     for start in range(0, vocab_size, pieces.tokens):
@@ -202,15 +223,17 @@ def _forward_block(
         else:
             place = room(buffer, block, end - start, 0 if are_merged else pieces.tokens)
         rows = block.of.of_tokens(product(block.hidden, head, start, end, place), start, end)
-        if target is not None:
-            target.look_at(rows, start, normalize, chosen)
+        if targets is not None:
+            targets.look_at(rows, start, wanted, normalize, chosen)
         if held and are_merged:
             states.append(row_topk.run(*rows, min(held, end - start), "state", normalize, backend))
             states[-1].indices.add_(start)
-            if target is not None and has_ranks:
-                target.count(rows, start)
+            if targets is not None and has_ranks:
+                targets.count_ranks(rows, start, wanted.ties)
         elif held:
-            cuda_pieces.accumulate_piece(rows, start, states[0], target.tensors if target and has_ranks else None)
+            cuda_pieces.accumulate_piece(
+                rows, start, states[0], targets.counted if targets is not None and has_ranks else None
+            )
         if len(states) == pieces.states and end < vocab_size:
             states = [_merged(states, held, rows.scale(), "state", normalize, backend)]
     scale = rows.scale()
@@ -220,9 +243,7 @@ def _forward_block(
         for given, computed in zip(out, best):
             if given.numel():
                 given[part].copy_(computed)
-    if target is not None:
-        target.write(scale, wanted, part, out)
-    elif out.state.numel():
+    if targets is None and out.state.numel():
         merged = states[0] if len(states) == 1 else _merged(states, 1, scale, "state", normalize, backend)
         out.state[part].copy_(merged.logsumexp.t())
 
@@ -260,30 +281,39 @@ def _stacked(states: Sequence[TopK]) -> tuple[Tensor, Tensor, Tensor]:
     return logits, indices, torch.stack([state.logsumexp for state in states])
 
 
-class _Targets:
-    """The sums of a block's rows (rows, 5), the logits of its targets (rows, n), and their ranks."""
+class _Targets(NamedTuple):
+    """What is found out about the targets of some rows."""
 
-    def __init__(self, head: LinearProblem, block: Block, wanted: Wanted, is_whole: bool) -> None:
+    tokens: Tensor  # (rows, n), contiguous; negative: none
+    sums: Tensor  # (rows, 5): TokenSums of the pieces up to now
+    logits: Tensor  # (rows, n), in the logits' dtype
+    ranks: Tensor | None  # (rows, n): 1, and the tokens up to now that come before the target
+
+    @staticmethod
+    def of(head: LinearProblem, block: Block, wanted: Wanted, is_whole: bool) -> _Targets:
+        """Those of a block. is_whole: whether its rows are one piece."""
         assert block.targets is not None
-        self._has_target = block.targets >= 0
         # A token beyond the vocabulary is not found out on a GPU.
-        self._targets = block.targets.clamp(max=len(head.weight) - 1)
-        self._tokens = self._targets.clamp(min=0).contiguous()
-        self._ties, self._tail = wanted.ties, wanted.tail
+        tokens = block.targets.clamp(max=len(head.weight) - 1).contiguous()
+        sums = empty_sums(tokens.shape[:1], result_dtype(head.hidden.dtype), tokens.device)
+        logits = head.hidden.new_zeros(tokens.shape)
+        if wanted.ties is None:
+            return _Targets(tokens, sums, logits, None)
         # A target counts itself, whatever its logit in a piece is.
-        self._ranks = None if self._ties is None else torch.ones_like(self._tokens)
-        dtype = result_dtype(block.hidden.dtype)
-        self._sums = empty_sums(self._tokens.shape[:1], dtype, block.hidden.device)
-        self.logits = block.hidden.new_zeros(self._tokens.shape)
-        if self._ties is not None and not is_whole:
-            self._multiply(head, block)
+        targets = _Targets(tokens, sums, logits, torch.ones_like(tokens))
+        if not is_whole:
+            targets._multiply(head, block)
+        return targets
+
+    def some(self, rows: slice) -> _Targets:
+        return _Targets(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
     def _multiply(self, head: LinearProblem, block: Block) -> None:
         """Computes the targets' logits ahead, because pieces before a target's own compare their logits with its. They may differ
         in the last place from those in the pieces."""
         wide = result_dtype(block.hidden.dtype)
-        tokens, found = self._tokens.flatten(), self.logits.view(-1)
-        of_row = self._tokens.shape[-1]
+        tokens, found = self.tokens.clamp(min=0).flatten(), self.logits.view(-1)
+        of_row = self.tokens.shape[-1]
         # A part of the targets at a time, because their weights are copied.
         size = max(1, _COPIED_ELEMENTS // head.weight.shape[1])
         for first in range(0, len(tokens), size):
@@ -293,40 +323,39 @@ class _Targets:
             if head.bias is not None:
                 logits += head.bias[tokens[part]]
             found[part] = logits.to(found.dtype)
-        counted = block.of.counted_at(self._tokens)
+        counted = block.of.counted_at(tokens.view(self.tokens.shape))
         if counted is not None:
             self.logits.masked_fill_(~counted, -torch.inf)
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def counted(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The targets' tokens, logits and ranks, for a kernel that counts the ranks."""
-        return self._tokens, self.logits, self._ranks
+        return self.tokens, self.logits, self.ranks
 
-    def look_at(self, rows: LogitRows, start: int, normalize: str, chosen: str) -> None:
+    def look_at(self, rows: LogitRows, start: int, wanted: Wanted, normalize: str, chosen: str) -> None:
         """Adds a piece of the logits to the sums, and finds the targets that are in it."""
-        token_spread.ON[chosen](
-            TokenSumsProblem(rows, self._targets - start, normalize, self._tail), self._sums, self.logits
-        )
+        problem = TokenSumsProblem(rows, self.tokens, normalize, wanted.tail, start)
+        token_spread.ON[chosen](problem, self.sums, self.logits)
 
-    def count(self, rows: LogitRows, start: int) -> None:
+    def count_ranks(self, rows: LogitRows, start: int, ties: str | None) -> None:
         """Counts the piece's tokens for the targets' ranks, after look_at()."""
-        assert self._ranks is not None
+        assert self.ranks is not None
         logits, tokens = rows.counted(), rows.logits.shape[-1]
         places = torch.arange(start, start + tokens, device=logits.device)
         # One target of each row after the other, so that memory does not grow with their number.
-        for own, token, rank in zip(self.logits.split(1, -1), self._tokens.split(1, -1), self._ranks.split(1, -1)):
+        for own, token, rank in zip(self.logits.split(1, -1), self.tokens.split(1, -1), self.ranks.split(1, -1)):
             counts = logits == own
-            counts &= places != token if self._ties == "last" else places < token
+            counts &= places != token if ties == "last" else places < token
             counts |= logits > own
             rank += counts.sum(-1, keepdim=True)
 
     def write(self, scale: Scale, wanted: Wanted, part: slice, out: LinearResult) -> None:
         """Writes the results of the rows, all of whose pieces have been looked at."""
-        sums = TokenSums.of(self._sums)
+        sums, has_target = TokenSums.of(self.sums), self.tokens >= 0
         if out.state.numel():
-            out.state[part].copy_(self._sums)
-        if self._ranks is not None:
-            out.target_ranks[part].copy_(self._ranks.where(self._has_target, 0))
+            out.state[part].copy_(self.sums)
+        if self.ranks is not None:
+            out.target_ranks[part].copy_(self.ranks.where(has_target, 0))
         if wanted.values == "state":
             out.target_logprobs[part].copy_(self.logits)
             return
@@ -337,14 +366,14 @@ class _Targets:
             out.tail[part].copy_(sums.tail(scale))
         m, log_d = sums.m.unsqueeze(-1), sums.d.log().unsqueeze(-1)
         # As for the k best, a row without a finite normalizer has no probabilities.
-        is_known = self._has_target & m.isfinite() & log_d.isfinite()
+        is_known = has_target & m.isfinite() & log_d.isfinite()
         logprobs = scale.log_weight(self.logits.to(m.dtype), m) - log_d
         out.target_logprobs[part].copy_(logprobs.where(is_known, torch.nan))
 
 
 def room(buffer: Tensor, block: Block, tokens: int, row_stride: int = 0) -> Tensor:
     """(rows, tokens) of the buffer, for a piece. row_stride: 0 for rows without gaps."""
-    rows, stride = len(block.hidden), row_stride or tokens
+    rows, stride = block.count, row_stride or tokens
     return buffer[: rows * stride].view(rows, stride)[:, :tokens]
 
 
@@ -356,12 +385,8 @@ def product(hidden: Tensor, head: LinearProblem, start: int, end: int, out: Tens
     return torch.addmm(head.bias[start:end], hidden, weight, out=out)
 
 
-def blocks(head: LinearProblem, size: int) -> Iterator[Block]:
-    """The rows, `size` at a time."""
-    for first in range(0, head.row_count, size):
-        part = slice(first, min(first + size, head.row_count))
-        yield Block(
-            RowsBlock.of(head.rows, part),
-            some_rows(head.hidden, 1, part),
-            None if head.targets is None else some_rows(head.targets, 1, part),
-        )
+def blocks(head: LinearProblem, size: int, within: slice | None = None) -> Iterator[Block]:
+    """The rows, or a range of them, `size` at a time."""
+    within = within or slice(0, head.row_count)
+    for first in range(within.start, within.stop, size):
+        yield Block(head, slice(first, min(first + size, within.stop)))

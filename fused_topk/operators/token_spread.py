@@ -29,7 +29,8 @@ from .ranks import launch_of
 
 def reference(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
     """Merges the sums of rows with those that are there, and writes the logits of the tokens that are in them, in torch operations."""
-    rows, tokens, normalize, has_tail = problem
+    rows, tokens, normalize, has_tail, start = problem
+    tokens = tokens - start
     dtype = working_dtype(rows.logits)
     scale = rows.scale().with_nan(dtype)
     allowed = rows.counted()
@@ -44,7 +45,9 @@ def reference(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> 
 
 def on_cpu(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor, instruction_set: str = "") -> None:
     """instruction_set: one of cpu.instruction_sets() instead of the best, for tests."""
-    rows, tokens, normalize, has_tail = problem
+    rows, tokens, normalize, has_tail, start = problem
+    if start:
+        tokens = tokens - start
     cpu.native.token_sums(
         cpu.layout_of(rows, instruction_set),
         cpu.addresses_of(rows),
@@ -59,7 +62,7 @@ def on_cpu(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor, instru
 
 
 def on_cuda(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
-    rows, tokens, normalize, has_tail = problem
+    rows, tokens, normalize, has_tail, start = problem
     logits, index = rows.logits, rows.logits.get_device()
     planned = launch_of(rows.layout())
     if planned is None or not cuda.has_adjacent(logits) or logits.data_ptr() % logits.element_size():
@@ -71,6 +74,7 @@ def on_cuda(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> No
         tokens=tokens.data_ptr(),
         sums=sums.data_ptr(),
         token_logits=token_logits.data_ptr(),
+        first_token=start,
         num_tokens=tokens.shape[-1],
         sums_all=normalize == "all",
         has_rest=has_tail,
@@ -79,7 +83,7 @@ def on_cuda(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> No
     filled = planned.fill(rows, None, 0, 0, TopK(sums, sums, sums))
     arguments = (driver.argument(filled), driver.argument(bytes(wanted)))
     function = driver.function(index, launch.sums_kernel(logits.dtype))
-    driver.call(function, (count,), launch.SUM_THREADS, arguments, index)
+    driver.call(function, (count,), launch.sum_threads(count), arguments, index)
 
 
 ON = {"reference": reference, "cpu": on_cpu, "cuda": on_cuda}
