@@ -114,6 +114,7 @@ def test_gradcheck(monkeypatch, normalize, in_pieces):
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
 
 
+@pytest.mark.sanitize
 @RECOMPUTE
 def test_rows_of_special_values(backend, recompute):
     """One token that counts, none, logits of +inf and NaN; V = 1; no rows."""

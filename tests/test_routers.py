@@ -153,6 +153,7 @@ def test_layouts(backend):
     check(x, mask, bias.double())
 
 
+@pytest.mark.sanitize
 def test_out(backend):
     x, bias = random_logits(5, 64, device=backend.device), some_bias(64, backend.device)
     for index_dtype in (torch.int64, torch.int32):

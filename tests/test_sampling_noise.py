@@ -230,6 +230,7 @@ def test_shapes_strides_and_empty_batches(backend):
     assert backend("sample", logits[:0], noise=noise[:0]).tokens.shape == (0, 3, 1)
 
 
+@pytest.mark.sanitize
 def test_rows_that_begin_at_any_address(backend):
     """Logits and noise, of which a kernel reads 16 bytes at a time."""
     for vocab_size, first in ((701, 1), (704, 3), (2050, 0)):

@@ -62,6 +62,7 @@ def test_against_float64(backend, dtype, normalize, hides):
         torch.testing.assert_close(given.grad.double(), exact.grad, rtol=unit, atol=max(unit, 2e-7) * 30)
 
 
+@pytest.mark.sanitize
 def test_one_alone(backend):
     """Each of the two without the other, and neither, have the same numbers."""
     logits = random_logits(4, 300, device=backend.device)
@@ -76,6 +77,7 @@ def test_one_alone(backend):
     assert torch.equal(plain.logprobs.nan_to_num(7.0), both.logprobs.nan_to_num(7.0))
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_special_values(backend, dtype):
     """One token that counts, none, +inf, NaN; of one token; and what no gradient may reach."""
