@@ -70,6 +70,24 @@ def heads_and_their_tokens(rank: int, size: int) -> None:
     torch.testing.assert_close(got.logprobs, want.logprobs)
 
 
+def a_step_of_training(rank: int, size: int) -> None:
+    """The gradients of an LM head are those of the whole one, of the process's own rows."""
+    hidden, weight, bias = exact_head((50,), 64, 32001, torch.float32, "cuda")
+    tokens, start = torch.arange(50, device="cuda") * 600, first_row(32001, rank, size)
+
+    def gradients(linear_token_logprobs, given, **more):
+        learned = [x.clone().requires_grad_() for x in given]
+        found = linear_token_logprobs(learned[0], learned[1], tokens, learned[2], entropy=True, tail=True, **more)
+        loss = (found.logprobs + 3 * found.entropy + 5 * found.tail) @ torch.linspace(-1, 2, 50, device="cuda")
+        return torch.autograd.grad(loss, learned)
+
+    own = [hidden, own_rows(weight, rank, size), own_rows(bias, rank, size)]
+    got = gradients(distributed.linear_token_logprobs, own, start=start)
+    want = gradients(fused_topk.linear_token_logprobs, [hidden, weight, bias])
+    for of_own, of_whole in zip(got, [want[0], *(own_rows(x, rank, size) for x in want[1:])]):
+        torch.testing.assert_close(of_own, of_whole, rtol=2e-5, atol=2e-5)
+
+
 def draws_of_exact_sums(rank: int, size: int) -> None:
     logits = rows_of(9001)
     seed = torch.arange(len(logits)) + 17

@@ -34,6 +34,7 @@ def on_gpu(given):
     return [each.cuda() for each in given[:4]]
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dim", attention_launch.DIMS)
 @pytest.mark.parametrize("shape", CASES, ids=str)
 def test_against_float64(shape, dim):
@@ -49,7 +50,6 @@ def test_against_float64(shape, dim):
             torch.testing.assert_close(found.double().cpu(), want, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.sanitize
 def test_the_same_bits_in_every_run_batch_and_graph():
     given = on_gpu(case(batch=4, beams=2, prompt=3000))
     whole = cuda_attention.step_attention(*given, 0.125)
