@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -33,7 +34,8 @@ def run(
     """
     with tempfile.TemporaryDirectory() as folder:
         started = [
-            _CONTEXT.Process(target=work, args=(module, checks, rank, size, folder, backend)) for rank in range(size)
+            _CONTEXT.Process(target=work, args=(module, checks, rank, size, folder, backend, seconds))
+            for rank in range(size)
         ]
         try:
             for process in started:
@@ -75,8 +77,10 @@ def assert_passes(module: str, check: str, size: int, checks: Sequence[str]) -> 
         assert of_rank[check] is None, of_rank[check]
 
 
-def work(module: str, checks: Sequence[str], rank: int, size: int, folder: str, backend: str) -> None:
+def work(module: str, checks: Sequence[str], rank: int, size: int, folder: str, backend: str, seconds: int) -> None:
     """One process of run()."""
+    # A process that does not end says where it is.
+    faulthandler.dump_traceback_later(0.8 * seconds)
     # As torchrun sets them: transformers asks for them.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
