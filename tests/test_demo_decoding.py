@@ -327,9 +327,12 @@ def test_true_shapes_have_the_sizes_that_their_names_say():
 @pytest.mark.exhaustive
 def test_repeats_counts_calls_that_write_the_first_ones_texts(capsys, monkeypatch):
     options = {"shape": "tiny-4x4", "calls": 3, "new_tokens": 3, "device": "cpu"}
-    repeats.main(**options)
+    repeats.main(**options, float64=True)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9 and all("3 of 3 calls wrote" in line for line in lines)
+    assert sum("3 of 3 calls wrote" in line for line in lines) == 9
+    # What bfloat16 rounds.
+    below = [float(line.split(": ")[1].split()[0]) for line in lines if "below float64's best" in line]
+    assert len(below) == 3 and all(0 <= gap < 0.01 for gap in below) and below[0] == below[1]
     # Without a seed of their own the drawn texts differ, but the others do not.
     monkeypatch.setattr(repeats.torch, "manual_seed", lambda seed: None)
     repeats.main(**options)
