@@ -154,13 +154,15 @@ class LinearProblem(NamedTuple):
 
 class LogitGradientProblem(NamedTuple):
     """A request for the gradient of a loss with respect to some rows' logits x. With z = (x - m) / T it is
-    ((coefficient + slope * z) * exp(z) + what is listed for the token) / T."""
+    ((coefficient + slope * z) * exp(z) + rest * exp((x - rest_m) / T) + what is listed for the token) / T. Given tokens have no rest."""
 
-    m: Tensor  # (rows,) float32, contiguous, as coefficient and slope
+    m: Tensor  # (rows,) float32, contiguous, as all up to `rest`
     coefficient: Tensor  # (rows,)
     slope: Tensor | None  # (rows,); None: 0
-    # (rows, length) int64, contiguous, each row sorted: a token (negative for none) in the upper 32 bits, a float32 amount in the
-    # lower ones. A token may be listed several times.
+    rest_m: Tensor | None  # (rows,); None: no rest
+    rest: Tensor | None  # (rows,)
+    # (rows, length) int64, contiguous, each row sorted: in the upper 32 bits twice the token, and 1 for a given one (negative for none), in
+    # the lower ones a float32 amount. A token may be listed several times.
     listed: Tensor
 
     def some(self, rows: slice) -> LogitGradientProblem:

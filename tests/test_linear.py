@@ -407,13 +407,12 @@ def test_linear_backward_scratch_memory(monkeypatch, rows, depth, vocab_size, li
     targets = torch.zeros((2, rows, listed), dtype=torch.int64)[:, half] if listed else None
     head = LinearProblem(LogitRows(hidden), weight, bias, targets, "allowed")
     indices, state = torch.zeros((*lead, 4), dtype=torch.int64), torch.ones((*lead, 5))
-    # A kernel computes no gradient of a tail.
-    spread = (torch.ones(lead), None if has_kernel else torch.ones(lead)) if listed else (None, None)
+    spread = (torch.ones(lead), torch.ones(lead)) if listed else (None, None)
     grads = torch.ones(*lead, 4), torch.ones(2, rows, listed)[:, half] if listed else None, torch.ones(lead)
     if has_kernel:
         monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: "cuda"))
         monkeypatch.setattr(cuda, "multiprocessors", lambda index: 132)
-        monkeypatch.setattr(cuda_pieces, "logit_gradients", lambda problem, rows, start: None)
+        monkeypatch.setattr(cuda_pieces, "logit_gradients", lambda problem, rows, start, sums_all: None)
     with LiveBytes() as live:
         incoming = linear_backward.Incoming(indices, state, *grads, *spread)
         result = linear_backward.backward(head, incoming, None, (True, True, True))

@@ -15,6 +15,7 @@ from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import linear_backward, linear_pieces
 from fused_topk.problem import LinearProblem, LogitGradientProblem
 from fused_topk.rows import LogitRows, RowsBlock, unpacked
+from fused_topk.token_sums import without
 from linear_heads import exact_head, exact_logits
 from oracle import DTYPES
 from rows import INF, NAN, adversarial_rows, packed, random_logits, random_mask
@@ -40,7 +41,7 @@ class Case(NamedTuple):
 
 
 def with_coefficient(case: Case, coefficient: Tensor) -> Case:
-    return case._replace(problem=case.problem._replace(coefficient=coefficient))
+    return case._replace(problem=case.problem._replace(coefficient=coefficient, rest_m=None, rest=None))
 
 
 def run(case: Case, logits: Tensor, first: int = 0, device: str = "emulated", **how) -> Tensor:
@@ -84,15 +85,23 @@ def check(case: Case, added: list[tuple[Tensor, Tensor]], logits: Tensor, first:
         a.scatter_add_(-1, place, amounts.double())
         size.scatter_add_(-1, place, amounts.double().abs())
     a, size = a[:, :-1], size[:, :-1]
-    exact = (c * z.exp() + a) / t
+    allowed = None
+    if case.mask is not None:
+        allowed = case.mask if case.mask.dtype == torch.bool else unpacked(case.mask, first + tokens)
+        allowed = allowed[:, first : first + tokens]
+    rest_z, rest = torch.zeros_like(z), torch.zeros_like(z)
+    if problem.rest is not None:
+        rest_m = problem.rest_m.double().where(problem.rest_m != -INF, 0.0).unsqueeze(-1)
+        rest_z = (left_of(logits.double(), allowed, added, first) - rest_m) / t
+        rest = problem.rest.double().unsqueeze(-1) * rest_z.exp()
+    exact = (c * z.exp() + rest + a) / t
     # The argument of 2^x is of x - m, 1 / T and log2(e), each rounded, and two products; 2^x itself is off by 4 u. Below 2^-126
     # it is 0. The sum of a token's n amounts rounds n times.
     lost = (size_of_c * z.exp()) * (6 * z.abs().nan_to_num(0.0) + 8) * U + (size + size_of_c * z.exp()) * 20 * U
+    lost += rest.abs() * (6 * rest_z.where(rest != 0, 0.0).abs().nan_to_num(0.0) + 28) * U + 2.0**-126
     bound = (lost + size_of_c * 2.0**-126) / t
-    if case.mask is not None:
-        allowed = case.mask if case.mask.dtype == torch.bool else unpacked(case.mask, first + tokens)
-        hidden = ~allowed[:, first : first + tokens]
-        exact, bound = exact.masked_fill(hidden, 0.0), bound.masked_fill(hidden, 0.0)
+    if allowed is not None:
+        exact, bound = exact.masked_fill(~allowed, 0.0), bound.masked_fill(~allowed, 0.0)
     info = torch.finfo(logits.dtype)
     # Half a step of the format; below its normal numbers steps are equal.
     step = (
@@ -101,6 +110,13 @@ def check(case: Case, added: list[tuple[Tensor, Tensor]], logits: Tensor, first:
     is_same = (got.isnan() & exact.isnan()) | (got == exact.to(logits.dtype))
     is_near = (got.double() - exact).abs() <= bound + step + 2.0**-149
     assert (is_same | is_near).all(), (is_same | is_near).logical_not().nonzero()[:5].tolist()
+
+
+def left_of(x: Tensor, allowed: Tensor | None, added: list[tuple[Tensor, Tensor]], first: int) -> Tensor:
+    """The logits of the tail's tokens: those that are allowed, and not among the given ones, which are the second ones listed."""
+    x = x if allowed is None else x.masked_fill(~allowed, -INF)
+    given = added[1][0] if len(added) > 1 else torch.zeros((len(x), 0), dtype=torch.int64)
+    return without(x, given - first)
 
 
 def lying(logits: Tensor, offset: int, gap: int) -> Tensor:
@@ -135,10 +151,18 @@ def case_of(
     coefficient = torch.linspace(-2.0, 3.0, rows) / (shown - m.where(m != -INF, 0.0).unsqueeze(-1)).exp().sum(-1)
     row_temperature = temperature if isinstance(temperature, Tensor) else None
     number = 1.0 if row_temperature is not None else temperature
-    listed = linear_backward._listed(added, vocab_size)
-    # With an entropy in the loss, and without one.
+    # With an entropy in the loss, and without one; with a tail, and without one.
     slope = coefficient.flip(0) / 3 if first % 64 == 0 else None
-    return Case(LogitGradientProblem(m, coefficient, slope, listed), number, row_temperature, mask)
+    rest_m = rest = None
+    if first % 96 == 0:
+        allowed = None if mask is None else unpacked(mask, vocab_size)[:, first:]
+        left = left_of(logits.float(), allowed, added, first)
+        rest_m = left.amax(-1)
+        rest = torch.linspace(4.0, -1.0, rows) / (left - rest_m.where(rest_m != -INF, 0.0).unsqueeze(-1)).exp().sum(-1)
+        # Where nothing is left there is no gradient.
+        rest = rest.where(rest_m != -INF, 0.0)
+    problem = LogitGradientProblem(m, coefficient, slope, rest_m, rest, linear_backward._listed(added))
+    return Case(problem, number, row_temperature, mask)
 
 
 # Tokens, where they begin in the vocabulary, how far they lie from a multiple of 16 bytes, and the gap behind a row.
@@ -287,9 +311,10 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     targets[..., 1] = targets[..., 0]
     targets[..., 2] = -100
     head = LinearProblem(LogitRows(hidden, row_temperature=t, mask=given), weight, bias, targets, normalize)
-    found = linear_pieces.forward(head, linear_pieces.Wanted(5, "log_softmax", None, None, True, True))
-    targets[..., 3] = found.indices[..., 0]
-    grads = [torch.randn(shape, generator=generator) for shape in ((*lead, 5), (*lead, 6), lead, lead)]
+    wanted = linear_pieces.Wanted(5, "log_softmax", None, None, True, True, tail=True)
+    targets[..., 3] = linear_pieces.forward(head, wanted).indices[..., 0]
+    found = linear_pieces.forward(head, wanted)
+    grads = [torch.randn(shape, generator=generator) for shape in ((*lead, 5), (*lead, 6), lead, lead, lead)]
     monkeypatch.setattr(layout, "in_place_pieces", lambda *sizes: layout.Pieces(*pieces, 1, blocks=2))
     monkeypatch.setattr(linear_backward.cuda, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: "cuda"))
@@ -302,7 +327,7 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     }
     arrays = [Array(name, x, "input") for name, x in tensors.items() if isinstance(x, torch.Tensor)]
     with emulated(arrays) as outcomes:
-        incoming = linear_backward.Incoming(found.indices, found.state, *grads, None)
+        incoming = linear_backward.Incoming(found.indices, found.state, *grads)
         got = linear_backward.backward(head, incoming, None, (True, True, True))
     for outcome in outcomes:
         outcome.check()
@@ -314,6 +339,8 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     p = counted.softmax(-1)
     z = (counted - counted.amax(-1, keepdim=True)).where(p > 0, 0.0)
     g = (grads[2].double().unsqueeze(-1) - grads[3].double().unsqueeze(-1) * z) * p
+    left = without(x if mask is None else x.masked_fill(~mask, -INF), targets)
+    g = g + grads[4].double().unsqueeze(-1) * left.softmax(-1)
     listed = [(found.indices, grads[0]), (targets, grads[1].where(targets >= 0, 0.0))]
     for tokens, amounts in listed:
         g = g.scatter_add(-1, tokens.clamp(min=0), amounts.double())
@@ -336,12 +363,12 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
 # What is replaced in csrc/linear/logit_gradient.cu.
 FAULTS = {
     "list from the vocabulary's start": ("const int first = int(problem.start + begin)", "const int first = int(begin)"),
-    "token past the span": ("if (own.token > last) break;", "if (own.token > last + 1) break;"),
-    "list cut at the last token": ("if (own.token > last) break;", "if (own.token >= last) break;"),
-    "equal tokens one by one": ("(i > 0 && load(list + i - 1).token == own.token)", "false"),
+    "token past the span": ("if (own.token() > last) break;", "if (own.token() > last + 1) break;"),
+    "list cut at the last token": ("if (own.token() > last) break;", "if (own.token() >= last) break;"),
+    "equal tokens one by one": ("(i > 0 && load(list + i - 1).token() == own.token())", "false"),
     "first amount alone": ("amount += other.amount;", ""),
-    "amounts of one token into another": ("if (other.token != own.token) break;", ""),
-    "place beyond the first": ("const bool is_below = load(list + middle).token < token;", "const bool is_below = true;"),
+    "amounts of one token into another": ("if (other.token() != own.token()) break;", ""),
+    "place beyond the first": ("const bool is_below = load(list + middle).token() < token;", "const bool is_below = true;"),
     "amount not divided by T": ("weight(x, m_) + amount);", "weight(x, m_)) + amount;"),
     "gradient not divided by T": ("temperature_.scaled(fmaf(", "(fmaf("),
     "T left out of the exponent": ("temperature_.scale().weight(x, m_)", "Scale().weight(x, m_)"),
@@ -349,12 +376,16 @@ FAULTS = {
     "-inf as a reference point": ("reference_point(__ldg(problem.m + row))", "__ldg(problem.m + row)"),
     "row of the mask": ("const i64 offset = row * ", "const i64 offset = 0 * "),
     "words as bytes": ("(problem.mask_kind == kMaskBits ? 4 : 1)", "1"),
-    "mask of the element alone": ("allowed >> e & 1 ? ", "allowed >> 0 & 1 ? "),
-    "what is listed is not masked": ("if (has_mask_ && !mask_.template allowed<1>(token, tokens_)) return;", ""),
+    "mask of the element alone": ("allowed >> e & 1;", "allowed >> 0 & 1;"),
+    "what is listed is not masked": ("if (!is_allowed && !sums_all_) return;", ""),
     "vectors where rows are unaligned": ("reinterpret_cast<u64>(x_) % 16 == 0", "true"),
     "vectors past the end": ("is_aligned_ && token + n <= tokens_", "is_aligned_"),
     "rows without their stride": ("row * problem.row_stride", "row * problem.tokens"),
     "no barrier": ("__syncthreads();", ""),
+    "a tail of given tokens": ("is_allowed && !is_given)", "is_allowed)"),
+    "the given one of equal tokens": ("is_given = is_given || other.is_given();", ""),
+    "a tail of another m": ("weight(x, rest_m_)", "weight(x, m_)"),
+    "nothing left": ("reference_point(__ldg(problem.rest_m + row))", "__ldg(problem.rest_m + row)"),
     "logits that were overwritten": ("elements[token - begin]", "*(static_cast<const typename FORMAT::Bits*>(problem.logits) + blockIdx.x * problem.row_stride + token)"),
 }  # fmt: skip
 
@@ -375,6 +406,13 @@ def test_a_wrong_line_is_seen(fault):
             added = added_at(2, [31, 32, 5031, 5032], 9, 5032)
             case = with_coefficient(case_of(logits, added, 32), torch.tensor([0.5, 2.0]))
             check(case, added, logits, 32, **how)
+            # A tail without the greatest logit, which is among the chosen ones, too; the second row has nothing left.
+            logits = torch.stack([random_logits(500), torch.full((500,), -INF)])
+            best = logits.topk(3).indices
+            added = [(tokens, torch.randn(2, 3)) for tokens in (best, best[:, :1].expand(-1, 3) + torch.arange(3))]
+            case = case_of(logits, added, 0, t[:2])
+            problem = case.problem._replace(coefficient=torch.tensor([0.5, 2.0]), slope=None)
+            check(case._replace(problem=problem), added, logits, **how)
 
     gradients(schedule="random")
     with pytest.raises(AssertionError):

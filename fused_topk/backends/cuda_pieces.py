@@ -62,9 +62,9 @@ def accumulate_piece(
     )
 
 
-def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) -> None:
+def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int, sums_all: bool = False) -> None:
     """Turns logits (rows, tokens), which begin at token `start` and are adjacent in a row, into their gradient. It is 0 at hidden
-    tokens."""
+    tokens; with `sums_all` only the rest is."""
     rows, logits, mask = rows.with_adjacent_numbers(), rows.logits, rows.mask
     p, index = problem, logits.get_device()
     count, tokens = logits.shape
@@ -72,6 +72,8 @@ def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) 
         m=p.m.data_ptr(),
         coefficient=p.coefficient.data_ptr(),
         slope=address(p.slope),
+        rest_m=address(p.rest_m),
+        rest=address(p.rest),
         listed=p.listed.data_ptr(),
         row_stride=logits.stride(0),
         mask_row_stride=0 if mask is None else mask.stride(0),
@@ -80,6 +82,7 @@ def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) 
         start=start,
         length=p.listed.shape[1],
         mask_kind=mask is not None and mask.dtype != torch.bool,
+        sums_all=sums_all,
     )
     function = driver.function(index, launch.gradient_kernel(logits.dtype))
     grid = launch.gradient_grid(count, tokens, logits.element_size())

@@ -7,8 +7,8 @@ gradient of the logits x is
     ((c - h z) p + t q + a) / T        z = (x - m) / T
 
 c, h and t are the incoming gradients of the row's normalizer, entropy and tail. a is that of some tokens: the chosen ones and the
-targets. On a GPU a kernel computes the gradient in place (csrc/linear/logit_gradient.cu) where there is no t, elsewhere torch
-operations do. Nothing waits for the device.
+targets. On a GPU a kernel computes the gradient in place (csrc/linear/logit_gradient.cu), elsewhere torch operations do. Nothing waits
+for the device.
 
 Logits that were kept become their gradient all at once. Then a product has all rows, and rounds once.
 """
@@ -33,6 +33,8 @@ from .linear_pieces import Block, blocks, product, room
 # For the kernel rows of logits begin at multiples of so many elements, which are 16 bytes or more, so that it can read vectors. Elsewhere
 # rows have no gaps: a CPU's product of bfloat16 (AMX, torch 2.13) reads into them, and NaN there is NaN in its result.
 _STRIDE_MULTIPLE = 8
+# Tokens of this number on belong to another part of a vocabulary: twice a token fits into 32 bits.
+_MOST_LISTED_TOKENS = 2**30
 
 
 class _OfRows(NamedTuple):
@@ -171,7 +173,7 @@ def _pieces(head: LinearProblem, incoming: Incoming, backend: str | None, has_bi
     """Whether a kernel computes the gradient in place, and the pieces. has_bias: whether the bias has a gradient."""
     hidden, (vocab_size, depth), rows = head.hidden, head.weight.shape, head.row_count
     itemsize = hidden.element_size()
-    if backends.pick(hidden.device, hidden.dtype, 1, backend) == "cuda" and incoming.grad_tail is None:
+    if backends.pick(hidden.device, hidden.dtype, 1, backend) == "cuda" and vocab_size < _MOST_LISTED_TOKENS:
         listed = incoming.indices.shape[-1] + (0 if head.targets is None else head.targets.shape[-1])
         of_call = has_bias, head.rows.hides(), not hidden.is_contiguous(), _adds_in_place(hidden)
         count = cuda.multiprocessors(hidden.get_device())
@@ -192,8 +194,9 @@ def _gradients(
     of_rows = incoming.of(together)
     if not has_kernel:
         return lambda block: _in_torch(head, block, of_rows.some(block.within(together)), wide)
+    m, coefficient, slope, rest_m, rest, *_, added = of_rows
     problem = LogitGradientProblem(
-        of_rows.m.contiguous(), of_rows.coefficient, of_rows.slope, _listed(of_rows.added, len(head.weight))
+        m.contiguous(), coefficient, slope, None if rest_m is None else rest_m.contiguous(), rest, _listed(added)
     )
     return lambda block: _by_kernel(head, block, problem.some(block.within(together)))
 
@@ -248,23 +251,25 @@ def _by_kernel(head: LinearProblem, block: Block, problem: LogitGradientProblem)
 
     def gradient(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
         rows = block.of.of_tokens(logits, start, start + logits.shape[-1])
-        cuda_pieces.logit_gradients(problem, rows._replace(mask=None) if head.normalize == "all" else rows, start)
+        sums_all = head.normalize == "all"
+        if sums_all and problem.rest is None:
+            rows = rows._replace(mask=None)
+        cuda_pieces.logit_gradients(problem, rows, start, sums_all)
         return logits, logits
 
     return gradient
 
 
-def _listed(added: list[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
-    """The list of LogitGradientProblem: tokens and amounts as pairs, sorted by token."""
+def _listed(added: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The list of LogitGradientProblem. added: tokens (rows, n) and amounts of the chosen ones, then of the given ones."""
     rows, length = added[0][0].shape[0], sum(tokens.shape[-1] for tokens, _ in added)
     pairs = torch.empty((rows, length, 2), dtype=torch.int32, device=added[0][0].device)
     first = 0
-    for tokens, amounts in added:
+    for is_given, (tokens, amounts) in enumerate(added):
         part = slice(first, first + tokens.shape[-1])
         first = part.stop
         pairs.view(torch.float32)[:, part, 0].copy_(amounts)
-        # Tokens of another part of the vocabulary may take more than 32 bits.
-        pairs[:, part, 1].copy_(tokens.clamp(-1, vocab_size))
+        pairs[:, part, 1].copy_(tokens.clamp(-1, _MOST_LISTED_TOKENS - 1).mul_(2).add_(is_given))
     return pairs.view(torch.int64).squeeze(-1).sort(-1).values
 
 
