@@ -69,6 +69,7 @@ _SAMPLED = {"do_sample": True, "top_k": 50, "top_p": 0.95}
 SHAPES = {
     "llama-1b-8-greedy-prompt-512": Shape(LLAMA_1B, 8, 1, 64, 512),
     "llama-1b-8-sampled-prompt-512": Shape(LLAMA_1B, 8, 1, 64, 512, _SAMPLED),
+    "llama-1b-1-greedy-prompt-512": Shape(LLAMA_1B, 1, 1, 64, 512),
     "llama-1b-1-greedy-prompt-16384": Shape(LLAMA_1B, 1, 1, 64, 16384),
     "llama-1b-1x4-prompt-512": Shape(LLAMA_1B, 1, 4, 64, 512),
     "llama-1b-8x4-prompt-512": Shape(LLAMA_1B, 8, 4, 64, 512),

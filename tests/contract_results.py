@@ -20,9 +20,7 @@ _CUT = 40  # where the parts of merged states meet
 def call(name: str, given: dict[str, Any], backend: Any = None) -> list[Tensor]:
     """The tensors of a function's result, by one of the backends of conftest.py."""
     if backend is not None:
-        given = {x: y.to(backend.device) if isinstance(y, Tensor) else y for x, y in given.items()} | {
-            "backend": backend.name
-        }
+        given = {x: _on(backend.device, y) for x, y in given.items()} | {"backend": backend.name}
     if name.startswith("merge"):
         given = {x: y for x, y in given.items() if x != "logits"} | {
             "parts": given["parts"] if "parts" in given else parts_of(given)
@@ -35,6 +33,15 @@ def call(name: str, given: dict[str, Any], backend: Any = None) -> list[Tensor]:
     for x, y in before.items():
         assert given[x].equal(y), f"{name} has written to its `{x}`"
     return found
+
+
+def _on(device: str, value: Any) -> Any:
+    """The tensor, or the list of states, on this device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, list) and all(isinstance(x, fused_topk.TopKState) for x in value):
+        return [fused_topk.TopKState(*(x.to(device) for x in state)) for state in value]
+    return value
 
 
 def parts_of(given: dict[str, Any]) -> list[fused_topk.TopKState]:

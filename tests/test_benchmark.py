@@ -296,8 +296,13 @@ def test_check_of_training_sees_a_wrong_loss_and_a_wrong_gradient():
     assert check.training(case, hidden, (loss, gradient)) is None
     assert "loss" in check.training(case, hidden, (loss * 1.01, gradient))
     assert "gradient" in check.training(case, hidden, (loss, gradient.flip(0)))
-    for rival in (rivals.torch_train,):
-        assert check.training(case, hidden, rival(case, CPU)(hidden)) is None
+    for other in (rivals.torch_train, rivals.LOSSES["kept logits"]):
+        assert check.training(case, hidden, other(case, CPU)(hidden)) is None
+    with_entropy = [
+        rivals.LOSSES[way](case, CPU)(hidden) for way in ("torch entropy", "entropy", "entropy, kept logits")
+    ]
+    torch.testing.assert_close(with_entropy[1:], with_entropy[:1] * 2)
+    assert check.training(case, hidden, with_entropy[0])
 
 
 def found_of(name, case, **more):
@@ -317,7 +322,7 @@ def found_of(name, case, **more):
         ("draws", Case(3, 2000, 0, "fp32", "top-k top-p"), {"read", "top-k alone", "torch", "transformers"}),
         ("routers", Case(5, 64, 4, "fp32", "deepseek-v3"), {"read", "torch"}),
         ("cpu heads", Case(5, 300, 4, "fp32", depth=16), {"product", "product, our top-k", "torch"}),
-        ("training", Case(50, 300, 0, "fp32", depth=16), {"product", "torch"}),
+        ("training", Case(50, 300, 0, "fp32", depth=16), set(rivals.LOSSES) - {"liger"}),
     ],
     ids=lambda value: value.label if isinstance(value, Case) else "",
 )

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from fused_topk import distributed
 from .cases import SAMPLING, Case
 from .inputs import beam_scores, lengths_of, router_settings, target_tokens, weight_of
 from .timing import Function
+
+ENTROPY_BONUS = 0.01  # in the losses of "entropy"
 
 
 def topk(case: Case, device: torch.device) -> Function:
@@ -45,24 +47,23 @@ def head(case: Case, device: torch.device) -> Function:
     return lambda hidden: fused_topk.linear_log_softmax_topk(hidden, weight, case.k)
 
 
-def train(case: Case, device: torch.device) -> Function:
-    def logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Any:
-        return fused_topk.linear_token_logprobs(hidden, weight, tokens).logprobs
+def train(case: Case, device: torch.device, entropy: bool = False, recompute: bool = True) -> Function:
+    def loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+        found = fused_topk.linear_token_logprobs(hidden, weight, tokens, entropy=entropy, recompute=recompute)
+        return -(found.logprobs + ENTROPY_BONUS * found.entropy).mean() if entropy else -found.logprobs.mean()
 
-    return step_of(case, device, logprobs)
+    return step_of(case, device, loss)
 
 
-def step_of(case: Case, device: torch.device, logprobs: Any, is_loss: bool = False) -> Function:
-    """A forward and a backward pass of the mean negative log-probability of a token a row: (loss, gradient of hidden states).
-    `logprobs` makes log-probabilities of (hidden, weight, tokens), or with `is_loss` that mean."""
+def step_of(case: Case, device: torch.device, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Function:
+    """A forward and a backward pass of a `loss` of (hidden, weight, tokens): (loss, gradient of hidden states)."""
     weight, tokens = weight_of(case, device).detach().requires_grad_(), target_tokens(case, device)
 
     def step(given: Tensor) -> tuple[Tensor, Tensor | None]:
         hidden, weight.grad = given.detach().requires_grad_(), None
-        found = logprobs(hidden, weight, tokens)
-        loss = found if is_loss else -found.mean()
-        loss.backward()
-        return loss.detach(), hidden.grad
+        found = loss(hidden, weight, tokens)
+        found.backward()
+        return found.detach(), hidden.grad
 
     return step
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Packages, by the first word of a rival's name, and those that run on GPUs only.
 _PACKAGES = {"flashinfer": "flashinfer", "vllm": "vllm", "liger": "liger_kernel", "transformers": "transformers"}
 _GPU_ONLY = ("flashinfer", "vllm", "liger")
-FLOORS = ("read", "copy", "product", "local", "empty")
+FLOORS = ("read", "copy", "product", "products", "local", "empty")
 """Ways that do less than the function."""
 
 
@@ -82,6 +82,12 @@ def three_products(case: Case, device: torch.device) -> Function:
         return logits @ weight, logits.T @ hidden
 
     return products
+
+
+def four_products(case: Case, device: torch.device) -> Function:
+    """The same, with the first one once more in the backward pass."""
+    weight, three = weight_of(case, device), three_products(case, device)
+    return lambda hidden: (linear(hidden, weight), three(hidden))
 
 
 # ---- Top-k ----
@@ -255,19 +261,24 @@ def torch_head(case: Case, device: torch.device) -> Function:
     return lambda hidden: function(logits_of(hidden))
 
 
-def torch_train(case: Case, device: torch.device) -> Function:
+def torch_train(case: Case, device: torch.device, entropy: bool = False) -> Function:
     """All logits are kept for the backward pass."""
 
     def loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-        return cross_entropy(linear(hidden, weight).float(), tokens)
+        logits = linear(hidden, weight).float()
+        if not entropy:
+            return cross_entropy(logits, tokens)
+        log_probs = logits.log_softmax(-1)
+        of_rows = -(log_probs.exp() * log_probs).sum(-1)
+        return -(log_probs.gather(1, tokens[:, None])[:, 0] + ours.ENTROPY_BONUS * of_rows).mean()
 
-    return ours.step_of(case, device, loss, is_loss=True)
+    return ours.step_of(case, device, loss)
 
 
 def liger_train(case: Case, device: torch.device) -> Function:
     """Its fused linear cross-entropy computes the gradients in the forward pass: of a mean alone, not of a token's log-probability."""
     loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
-    return ours.step_of(case, device, lambda hidden, weight, tokens: loss(weight, hidden, tokens), is_loss=True)
+    return ours.step_of(case, device, lambda hidden, weight, tokens: loss(weight, hidden, tokens))
 
 
 # ---- A vocabulary over processes ----
@@ -311,5 +322,14 @@ DRAWS = _READ | {
 }
 ROUTERS = _READ | {"torch": torch_route, "vllm": vllm_route, "flashinfer": flashinfer_route}
 HEADS: dict[str, Maker] = {"product": product, "product, our top-k": product_and_topk, "torch": torch_head}
-LOSSES: dict[str, Maker] = {"product": three_products, "torch": torch_train, "liger": liger_train}
+LOSSES: dict[str, Maker] = {
+    "product": three_products,
+    "products": four_products,
+    "kept logits": partial(ours.train, recompute=False),
+    "entropy": partial(ours.train, entropy=True),
+    "entropy, kept logits": partial(ours.train, entropy=True, recompute=False),
+    "torch": torch_train,
+    "torch entropy": partial(torch_train, entropy=True),
+    "liger": liger_train,
+}
 SHARDED: dict[str, Maker] = {"local": local, "empty": empty_gather, "gathered": gathered}
