@@ -93,6 +93,26 @@ def test_values_and_gradients_of_every_argument(name, backend):
             assert_close(found, [wanted[x] for x in some if wanted], f"{name} {told} gradient {some}")
 
 
+@pytest.mark.parametrize("name", functions("gradients"))
+def test_values_and_gradients_of_other_dtypes(name, backend):
+    """Each result alone: the others have no gradient. And with the vocabulary elsewhere."""
+    dtypes = (torch.float16, torch.bfloat16, *([torch.float64] if backend.name == "reference" else []))
+    dims = (-1, 1) if "dim" in parameters(name) and name != "beam_topk" else (-1,)
+    given = dict(calls(name, "gradients", FEW))["all"]
+    # What tells of beams has no gradient of their scores.
+    learned = [x for x in LEARNED if x in given and x != "beam_scores"]
+    for dtype, dim, i in itertools.product(dtypes, dims, range(len(exact(name, given)))):
+        told, tolerance = f"{name} of {dtype} at {dim}, result {i}", 1e-12 if dtype == torch.float64 else 2e-2
+        here = given | {x: given[x].to(dtype) for x in learned}
+        live = with_gradients(here, *learned)
+        there = with_gradients(here if dim == -1 else moved(here, dim), *learned)
+        got, want = call(name, there, backend)[i], exact(name, live)[i]
+        got = got.movedim(dim, -1) if got.dim() == 3 else got
+        assert_close([got.detach()], [want.detach()], told, tolerance)
+        found = [x.movedim(dim, -1) if x.dim() == 3 else x for x in gradients([got], there, *learned)]
+        assert_close(found, gradients([want], live, *learned), f"{told}, gradient", tolerance)
+
+
 @pytest.mark.parametrize("name", ["merge_states", "merge_topk"])
 def test_gradients_of_some_fields_of_states(backend, name):
     """As with all of them learned, which test_merge_torch.py checks by finite differences."""

@@ -216,20 +216,6 @@ def test_rows_without_a_draw(backend, settings):
     assert torch.equal(got.logprobs[:4].nan_to_num(2), other.logprobs[:4].nan_to_num(2))
 
 
-def test_shapes_strides_and_empty_batches(backend):
-    logits, noise = random_logits(2, 3, 80).to(backend.device), exponential(2, 3, 80).to(backend.device)
-    for settings in ({}, {"top_k": 7}, {"top_k": torch.full((2, 3), 7, device=backend.device)}):
-        expected = backend(
-            "sample", logits.view(6, 80), noise=noise.view(6, 80), **{**settings, "top_k": 7} if settings else {}
-        )
-        for given in (noise, torch.cat([noise, noise], -1)[..., :80], noise.mT.contiguous().mT):
-            got = backend("sample", logits.mT.contiguous().mT, noise=given, **settings)
-            assert torch.equal(got.tokens.view(6, 1), expected.tokens)
-    one = backend("sample", logits[1, 2], noise=noise[1, 2])
-    assert one.tokens.shape == (1,) and torch.equal(one.tokens, backend("sample", logits, noise=noise).tokens[1, 2])
-    assert backend("sample", logits[:0], noise=noise[:0]).tokens.shape == (0, 3, 1)
-
-
 def test_rows_that_begin_at_any_address(backend):
     """Logits and noise, of which a kernel reads 16 bytes at a time."""
     for vocab_size, first in ((701, 1), (704, 3), (2050, 0)):

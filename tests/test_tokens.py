@@ -179,36 +179,12 @@ def test_a_common_offset_costs_nothing(backend):
     assert_right(backend("token_logprobs", logits, tokens), logits, tokens)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)], ids=str)
-def test_few_rows(backend, shape):
-    logits = random_logits(*shape, 9, device=backend.device)
-    for several in ((), (2,)):
-        tokens = torch.ones((*shape, *several), dtype=torch.int64, device=backend.device)
-        got = backend("token_logprobs", logits, tokens, ranks=True, k=2)
-        assert got.logprobs.shape == got.ranks.shape == (*shape, *several) and got.topk.values.shape == (*shape, 2)
-
-
 def test_positions_that_do_not_merge(backend):
     logits = random_logits(3, 20, 33, device=backend.device)
     # Without its last position the batch does not merge with the positions.
     for view in (logits, logits[:, :-1], logits.transpose(0, 1)):
         tokens = random_tokens(*view.shape[:-1], vocab_size=33).to(backend.device)
         assert_right(backend("token_logprobs", view, tokens, ranks=True), view, tokens)
-
-
-@pytest.mark.parametrize("normalize", ["allowed", "all"])
-def test_gradcheck(normalize):
-    logits = random_logits(3, 9, dtype=torch.float64).requires_grad_()
-    mask = torch.ones(3, 9, dtype=torch.bool)
-    mask[:, 2] = mask[1, 5] = False
-    settings = {"normalize": normalize, "temperature": 0.7, "k": 2}
-    for tokens in (torch.tensor([4, 1, 8]), torch.tensor([[4, 1], [3, 3], [8, 0]])):
-
-        def results(x, tokens=tokens):
-            found = fused_topk.token_logprobs(x, tokens, mask=mask, **settings)
-            return found.logprobs, found.logsumexp, found.topk.values
-
-        assert torch.autograd.gradcheck(results, logits)
 
 
 def test_a_constant_has_no_gradient():
@@ -218,62 +194,6 @@ def test_a_constant_has_no_gradient():
     mask[3] = False
     fused_topk.token_logprobs(logits, torch.tensor([3, -1]), mask=mask).logprobs.sum().backward()
     assert (logits.grad == 0).all()
-
-
-def test_compiled(backend):
-    torch._dynamo.reset()
-    logits, tokens = random_logits(3, 40, device=backend.device), torch.tensor([3, -1, 39], device=backend.device)
-
-    def call(x, t):
-        found = backend("token_logprobs", x, t, k=5, ranks=True, ties="last")
-        return found.logprobs, found.logsumexp, found.ranks, *found.topk
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for a, b in zip(compiled(logits, tokens), call(logits, tokens)):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)
-    gradients = []
-    for run in (compiled, call):
-        leaf = logits.clone().requires_grad_()
-        run(leaf, tokens)[0].nan_to_num(0.0).sum().backward()
-        gradients.append(leaf.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(40,), (2, 3, 40), (0, 40)], ids=str)
-def test_opcheck(backend, shape):
-    logits = random_logits(*shape, device=backend.device)
-    targets = torch.ones(*shape[:-1], 2, dtype=torch.int64, device=backend.device)
-    torch.library.opcheck(torch.ops.fused_topk.target_ranks.default, (*LogitRows(logits), targets, True, backend.name))
-
-
-def test_meta_tensors():
-    logits, tokens = torch.empty(2, 9, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
-    got = fused_topk.token_logprobs(logits, tokens, ranks=True)
-    assert got.logprobs.shape == got.ranks.shape == (2,) and got.ranks.dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"normalize": "topk"}, ValueError, "`normalize` must be 'allowed' or 'all' for token_logprobs, got 'topk'"),
-        ({"ties": "first"}, ValueError, "`ties` must be one of 'index', 'last', got 'first'"),
-        ({"k": 10}, ValueError, "`k` must satisfy 1 <= k <= 9"),
-        ({"k": -1}, ValueError, "`k` must satisfy 1 <= k <= 9"),
-        ({"tokens": torch.tensor([1, 9])}, ValueError, "`tokens` must be below the vocabulary size 9, got 9"),
-        ({"tokens": torch.tensor([[1, 2]])}, ValueError, r"`tokens` must have the shape \(2,\) of the positions"),
-        ({"tokens": torch.tensor([1, 2]).int()}, TypeError, "`tokens` must be int64, got torch.int32"),
-        ({"tokens": torch.empty(2, 0, dtype=torch.int64)}, ValueError, "`tokens` must have at least one token a row"),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
-def test_what_is_wrong(arguments, error, message):
-    """An error before anything is computed, of rows and of a head alike."""
-    given = {"tokens": torch.tensor([1, 2]), **arguments}
-    message = message.replace("token_logprobs", "(linear_)?token_logprobs")
-    with pytest.raises(error, match=message):
-        fused_topk.token_logprobs(torch.zeros(2, 9), **given)
-    with pytest.raises(error, match=message):
-        fused_topk.linear_token_logprobs(torch.zeros(2, 4), torch.zeros(9, 4), **given)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
@@ -291,15 +211,3 @@ def test_ranks_of_draws(backend, dtype, hides):
     x = shown(logits, mask, lengths)
     want = (x.unsqueeze(-2) >= x.gather(-1, got.tokens).unsqueeze(-1)).sum(-1)
     assert got.ranks.dtype == torch.int64 and torch.equal(got.ranks, want)
-
-
-def test_ranks_of_draws_in_every_form(backend):
-    logits = random_logits(3, 40, device=backend.device)
-    best = backend("sample", logits, temperature=0, ranks=True)
-    assert best.ranks.tolist() == [[1], [1], [1]]
-    assert backend("sample", logits[0], temperature=0, ranks=True).ranks.tolist() == [1]
-    assert backend("sample", logits[:0], temperature=0, ranks=True).ranks.shape == (0, 1)
-    compiled = torch.compile(lambda x: backend("sample", x, seed=1, ranks=True), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(logits).ranks, backend("sample", logits, seed=1, ranks=True).ranks)
-    with pytest.raises(TypeError, match="`ranks` must be a bool, got int; pass True or False"):
-        backend("sample", logits, ranks=1)
