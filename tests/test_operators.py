@@ -138,14 +138,6 @@ def test_row_topk_from_many_threads(native):
             future.result()
 
 
-def test_beam_topk_from_many_threads(backend):
-    logits, scores = random_logits(4, 5, 3001, device=backend.device), random_logits(4, 5, device=backend.device)
-    want = backend("beam_topk", logits, scores, 9)
-    with ThreadPoolExecutor(8) as pool:
-        for future in [pool.submit(backend, "beam_topk", logits, scores, 9) for _ in range(40)]:
-            assert_same(future.result(), want)
-
-
 def test_modes_see_every_operator(backend):
     """A plain call goes past torch's dispatcher, which must not be so where something listens there."""
     seen = []

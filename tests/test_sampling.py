@@ -337,45 +337,6 @@ def test_each_row_has_its_own_parameters(backend, vocab_size):
         torch.testing.assert_close(alone.logprobs, got.logprobs[row : row + 1], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("vocab_size", [30, 3000])
-def test_what_is_kept_is_what_transformers_keeps(backend, name, vocab_size):
-    """By its mass, which the truncated log-probability of a token shows, in float32 rows without ties at the border of top-p."""
-    process = pytest.importorskip("transformers.generation.logits_process")
-    settings = SETTINGS[name]
-    if settings.get("top_k", 0) > vocab_size:
-        return
-    warpers = [
-        *([process.TemperatureLogitsWarper(settings["temperature"])] if "temperature" in settings else []),
-        *([process.TopKLogitsWarper(settings["top_k"])] if "top_k" in settings else []),
-        *([process.TopPLogitsWarper(settings["top_p"])] if "top_p" in settings else []),
-        *([process.MinPLogitsWarper(settings["min_p"])] if "min_p" in settings else []),
-    ]
-    logits = torch.cat([rows_of(vocab_size)[:4], rows_of(vocab_size, torch.bfloat16)[:3].float()])
-    stock = logits
-    for warper in warpers:
-        stock = warper(None, stock)
-    got = backend("sample", logits.to(backend.device), num_samples=4, logprobs="kept", seed=1, **settings)
-    tokens = got.tokens.cpu()
-    # Of equal tokens at the border of top-p stock keeps as many, but arbitrary ones.
-    scaled = logits.gather(1, tokens).double() / settings.get("temperature", 1.0)
-    expected = scaled - stock.double().logsumexp(1, keepdim=True)
-    # One token more or less shows, of any that weighs 1e-5 of what is kept; so little is within rounding of top-p.
-    torch.testing.assert_close(got.logprobs.cpu().double(), expected, rtol=0, atol=2e-5)
-
-
-def test_all_that_tie_with_the_kth_are_kept(backend):
-    logits = torch.zeros(1, 4000)
-    logits[0, 7] = 1.0
-    logits[0, 100:200] = 0.5
-    seed = torch.zeros(1, dtype=torch.int64, device=backend.device)
-    for k, kept in ((1, 1), (2, 101), (101, 101), (102, 4000), (3999, 4000)):
-        got = backend("sample", logits.to(backend.device), top_k=k, seed=seed, num_samples=1, logprobs="kept")
-        weights = logits.double().exp().sort(descending=True).values[0, :kept]
-        token = int(got.tokens)
-        assert float(got.logprobs) == pytest.approx(float(logits[0, token] - weights.sum().log()), abs=1e-5)
-
-
 def test_masks(backend):
     logits = rows_of(2000)[:4]
     mask = random_mask(4, 2000, share=0.1)
@@ -614,34 +575,6 @@ def test_names_of_many_tokens_do_not_repeat():
     for start in (0, 2**32 - 2**23):
         counter = start + torch.arange(1 << 24).unsqueeze(1)
         assert len(philox.uniforms(zero, counter, zero, 1, torch.float64).unique()) == 1 << 24
-
-
-# The draws as a whole.
-
-
-@pytest.mark.parametrize("name", ["whole", "temperature", "usual", "top_p", "min_p", "all"])
-def test_frequencies(backend, name):
-    """Chi-square of many draws against the exact probabilities; tokens of fewer than 5 expected draws count together."""
-    draws = 40_000
-    logits = rows_of(400)[:6]
-    weights = kept_weights(logits, SETTINGS[name])
-    got = backend("sample", logits.to(backend.device), seed=11, num_samples=draws, **SETTINGS[name]).tokens.cpu()
-    assert_likely(got, weights, draws)
-
-
-def assert_likely(tokens: Tensor, weights: Tensor, draws: int) -> None:
-    """False alarms: 1 in 10^5 rows."""
-    for row in range(len(tokens)):
-        expected = weights[row] / weights[row].sum() * draws
-        counts = tokens[row].bincount(minlength=weights.shape[1]).double()
-        assert counts[expected == 0].sum() == 0
-        is_rare = expected < 5
-        counts = torch.cat([counts[~is_rare], counts[is_rare].sum()[None]])
-        expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
-        counts, expected = counts[expected > 0], expected[expected > 0]
-        if len(expected) > 1:
-            statistic = float(((counts - expected) ** 2 / expected).sum())
-            assert chi_square_tail(statistic, len(expected) - 1) > 1e-5, f"row {row}"
 
 
 def test_top_p_of_nothing_keeps_one_of_many_equal_tokens(backend):

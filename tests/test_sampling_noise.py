@@ -179,21 +179,27 @@ def test_all_else_is_as_with_a_seed(backend, name):
         assert torch.equal(got.ranks, (x >= x.gather(1, got.tokens)).sum(1, keepdim=True))
 
 
+def ties_and_odd_noise(vocab_size: int) -> tuple[Tensor, Tensor, list[int]]:
+    """(logits, noise that no distribution gives, tokens that are drawn): three tokens tie, and no other has a probability."""
+    logits = torch.full((7, vocab_size), -INF)
+    logits[:, [5, 11, 23]] = 1.0
+    noise = torch.ones(7, vocab_size)
+    noise[:, :5] = 0.0  # of tokens of probability 0
+    noise[1, 5] = 2.0
+    noise[2, [5, 11]] = NAN
+    noise[3, [5, 23]] = -1.0
+    noise[4, 23] = 0.0
+    noise[5] = INF
+    noise[6] = NAN
+    return logits, noise, [5, 11, 23, 11, 23, 5, 5]
+
+
 @pytest.mark.parametrize("settings", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 1e-4}], ids=str)
 def test_ties_and_noise_that_no_distribution_gives(backend, settings):
     # A list of the best has all of the shorter row.
     for vocab_size in (24, 5000):
-        logits = torch.full((7, vocab_size), -INF, device=backend.device)
-        logits[:, [5, 11, 23]] = 1.0
-        noise = torch.ones(7, vocab_size, device=backend.device)
-        noise[:, :5] = 0.0  # of tokens of probability 0
-        noise[1, 5] = 2.0
-        noise[2, [5, 11]] = NAN
-        noise[3, [5, 23]] = -1.0
-        noise[4, 23] = 0.0
-        noise[5] = INF
-        noise[6] = NAN
-        expected = [5, 11, 23, 11, 23, 5, 5]
+        logits, noise, expected = ties_and_odd_noise(vocab_size)
+        logits, noise = logits.to(backend.device), noise.to(backend.device)
         got = backend("sample", logits, noise=noise, **settings)
         assert got.tokens.flatten().tolist() == expected
         # The same where a mask hides the others, whatever their logits.
