@@ -13,7 +13,16 @@ import fused_topk
 from distributed_checks import columns, counted, frame
 from fused_topk import distributed
 from rows import random_mask
-from test_sampling import SETTINGS, check_draws, check_is_kept, check_kept, kept_weights, rows_of, uniforms
+from test_sampling import (
+    SETTINGS,
+    check_draws,
+    check_is_kept,
+    check_kept,
+    kept_weights,
+    rows_of,
+    settings_of_rows,
+    uniforms,
+)
 
 FOLDER = ""
 
@@ -90,12 +99,7 @@ def special_rows(rank: int, size: int) -> None:
 def parameters_of_each_row(rank: int, size: int) -> None:
     base = rows_of(3000)[:4]
     logits = base.repeat_interleave(len(SETTINGS), 0)
-    names = list(SETTINGS) * 4
-    settings = {
-        name: torch.tensor([SETTINGS[each].get(name, default) for each in names], dtype=torch.float64)
-        for name, default in (("temperature", 1.0), ("top_p", 1.0), ("min_p", 0.0))
-    }
-    settings["top_k"] = torch.tensor([SETTINGS[each].get("top_k", 0) for each in names])
+    settings = settings_of_rows([*SETTINGS.values()] * 4)
     seed = torch.arange(len(logits))
     got = distributed.sample(columns(logits, rank, size), num_samples=9, seed=seed, **settings)
     check_draws(got.tokens, uniforms(seed, 9), kept_weights(logits, settings))

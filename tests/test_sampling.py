@@ -132,6 +132,15 @@ BROAD = {
 }
 
 
+def settings_of_rows(each: list[dict]) -> dict[str, Tensor]:
+    """The settings of one row after another, as tensors."""
+    defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
+    of_rows = {
+        name: torch.tensor([row.get(name, x) for row in each], dtype=torch.float64) for name, x in defaults.items()
+    }
+    return of_rows | {"top_k": torch.tensor([row.get("top_k", 0) for row in each])}
+
+
 def check_kept(kept, logits: Tensor, settings: dict, mask: Tensor | None = None) -> None:
     """Counts and sums of what is kept are those of top_p, or of one that is as near as NEAR."""
     temperature, top_p = settings.get("temperature", 1.0), settings.get("top_p")
@@ -241,22 +250,16 @@ def test_broad_rows(backend, vocab_size, dtype, name):
 
 def test_broad_rows_with_parameters_of_their_own_and_a_mask(backend):
     logits = broad_rows(5000).repeat(len(BROAD), 1)
-    names = [name for name in BROAD for _ in range(len(logits) // len(BROAD))]
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    settings = {
-        key: torch.tensor([BROAD[name].get(key, default) for name in names]) for key, default in defaults.items()
-    }
-    settings["top_p"] = torch.tensor([BROAD[name].get("top_p", 1.0) for name in names], dtype=torch.float64)
+    settings = settings_of_rows([each for each in BROAD.values() for _ in range(len(logits) // len(BROAD))])
     mask = random_mask(*logits.shape, share=0.7)
     on_device = {key: x.to(backend.device) for key, x in settings.items()}
     seed = torch.arange(len(logits), device=backend.device)
     given = logits.to(backend.device), {"mask": mask.to(backend.device), "seed": seed, "kept": True}
     got = backend("sample", given[0], **given[1], **on_device)
-    as_float64 = {key: x.double() if x.is_floating_point() else x for key, x in settings.items()}
-    weights = kept_weights(logits, as_float64, mask)
+    weights = kept_weights(logits, settings, mask)
     check_draws(got.tokens.cpu(), uniforms(torch.arange(len(logits)), 1), weights)
     for row in range(0, len(logits), 7):
-        one = {key: x[row : row + 1].item() for key, x in as_float64.items()}
+        one = {key: x[row].item() for key, x in settings.items()}
         part = slice(row, row + 1)
         check_kept(type(got.kept)(*(x[part] for x in got.kept)), logits[part], one, mask[part])
         alone = backend("sample", given[0][part], mask=given[1]["mask"][part], seed=seed[part], kept=True, **one)
@@ -305,58 +308,26 @@ def test_minus_one_is_no_limit(backend, others):
 
 
 @pytest.mark.parametrize("vocab_size", [40, 5000])
-def test_each_row_has_its_own_parameters(backend, vocab_size):
-    base = rows_of(vocab_size)[:4]
-    logits = base.repeat_interleave(len(SETTINGS), 0)
-    names = list(SETTINGS) * 4
-    settings = {
-        name: torch.tensor([SETTINGS[each].get(name, default) for each in names], dtype=torch.float64)
-        for name, default in (("temperature", 1.0), ("top_p", 1.0), ("min_p", 0.0))
-    }
-    settings["top_k"] = torch.tensor([SETTINGS[each].get("top_k", 0) for each in names])
+@pytest.mark.parametrize("form", ["none", "bool", "packed"])
+def test_each_row_has_its_own_parameters(backend, vocab_size, form):
+    logits = rows_of(vocab_size)[:4].repeat_interleave(len(SETTINGS), 0)
+    settings = settings_of_rows([*SETTINGS.values()] * 4)
+    mask = None if form == "none" else random_mask(*logits.shape, share=0.3)
     seed = torch.arange(len(logits))
-    counter = torch.arange(len(logits)) * 2**40
-    on_device = {name: x.to(backend.device) for name, x in {**settings, "seed": seed, "counter": counter}.items()}
-    got = backend("sample", logits.to(backend.device), num_samples=9, logprobs="kept", **on_device)
-    weights = kept_weights(logits, settings)
-    check_draws(got.tokens.cpu(), uniforms(seed, 9, counter), weights)
+    given = {**settings, "seed": seed, "counter": seed * 2**40}
+    if mask is not None:
+        given["mask"] = packed(mask) if form == "packed" else mask
+    given = {name: x.to(backend.device) for name, x in given.items()}
+    on_device, how = logits.to(backend.device), {"num_samples": 9, "logprobs": "kept"}
+    got = backend("sample", on_device, **given, **how)
+    check_draws(got.tokens.cpu(), uniforms(seed, 9, seed * 2**40), kept_weights(logits, settings, mask))
     for row in range(0, len(logits), 5):
-        one = {name: x[row].item() for name, x in settings.items()}
-        rows = logits[row : row + 1].to(backend.device)
-        alone = backend(
-            "sample",
-            rows,
-            num_samples=9,
-            logprobs="kept",
-            seed=on_device["seed"][row : row + 1],
-            counter=int(counter[row]),
-            **one,
-        )
-        assert torch.equal(alone.tokens, got.tokens[row : row + 1])
+        part = slice(row, row + 1)
+        one = {name: x[row].item() for name, x in settings.items()} | {"counter": row * 2**40}
+        alone = backend("sample", on_device[part], **{name: x[part] for name, x in given.items()} | one, **how)
+        assert torch.equal(alone.tokens, got.tokens[part])
         # A GPU has another kernel for rows without a filter, with another sum d. Twice the bound of oracle.py for a z of -10.
-        torch.testing.assert_close(alone.logprobs, got.logprobs[row : row + 1], rtol=0, atol=2e-5)
-
-
-def test_masks(backend):
-    logits = rows_of(2000)[:4]
-    mask = random_mask(4, 2000, share=0.1)
-    mask[3] = False
-    mask[3, 1234] = True
-    seed = torch.arange(4)
-    for name in ("whole", "top_p", "usual", "min_p"):
-        expected = kept_weights(logits, SETTINGS[name], mask)
-        for given in (mask, packed(mask)):
-            got = backend(
-                "sample",
-                logits.to(backend.device),
-                mask=given.to(backend.device),
-                seed=seed.to(backend.device),
-                num_samples=30,
-                **SETTINGS[name],
-            )
-            check_draws(got.tokens.cpu(), uniforms(seed, 30), expected)
-            own = logits.masked_fill(~mask, -INF).log_softmax(-1).gather(1, got.tokens.cpu())
-            torch.testing.assert_close(got.logprobs.cpu(), own, rtol=0, atol=2e-6)
+        torch.testing.assert_close(alone.logprobs, got.logprobs[part], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -219,20 +219,6 @@ def test_blocks_that_share_rows(schedule, rows, blocks, owners):
         check(of_choice, values, logits)
 
 
-def test_row_temperature_and_strides():
-    logits = random_logits(2, 3, 300)[:, ::2]
-    temperature = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
-
-    def of_choice(entry, x, **settings):
-        return run(
-            FullRowProblem(LogitRows(x, row_temperature=temperature), entry),
-            small_choice("block", 300, 4),
-            torch.float32,
-        )
-
-    check(of_choice, "log_softmax", logits, temperature=temperature)
-
-
 @pytest.mark.parametrize("kernel", ["warp", "block", "shared", "grid", "long"])
 def test_subnormal_temperatures(kernel):
     """Their inverse overflows, but 0 / T is 0: the best token has everything."""

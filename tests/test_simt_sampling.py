@@ -265,19 +265,6 @@ def test_long_parts(monkeypatch):
         check_case("temperature", torch.float32, 9001, None, blocks=blocks)
 
 
-def test_the_best_are_returned_too():
-    """From the list that is drawn from, or by a launch of their own."""
-    logits = rows_of(300)
-    logits[1, 7] = NAN
-    expected = TopK(torch.empty(10, 4), torch.empty(10, 4, dtype=torch.int64), torch.empty(10))
-    operators.row_topk.reference(TopkProblem(LogitRows(logits), 4, "log_softmax", "allowed"), expected)
-    for blocks in (1, 2):
-        got = draw(logits, SETTINGS["top_p"], logprobs=4, blocks=blocks).topk
-        assert torch.equal(got.indices, expected.indices)
-        torch.testing.assert_close(got.values, expected.values, rtol=2e-6, atol=2e-6, equal_nan=True)
-        torch.testing.assert_close(got.logsumexp, expected.logsumexp, rtol=2e-6, atol=2e-6, equal_nan=True)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("architecture", [75, 90])
