@@ -203,10 +203,20 @@ def test_beyond_the_kernels_limits():
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_gradients(scoring, renormalize):
-    """Second ones, against differences; first ones of extreme rows."""
+    """Against differences, the first and the second ones: contract_results.py takes those of the reference."""
     x = random_logits(2, 8, dtype=torch.float64).requires_grad_()
     settings = {"scoring": scoring, "renormalize": renormalize, "groups": 4, "topk_groups": 2, "scale": 1.5}
-    assert torch.autograd.gradgradcheck(lambda x: fused_topk.router_topk(x, 3, **settings).weights, x)
+    bias = some_bias(8).double().requires_grad_()
+    mask = random_mask(2, 8, share=0.8)
+
+    def weights(x, bias=None, mask=None):
+        return fused_topk.router_topk(x, 3, bias=bias, mask=mask, **settings).weights
+
+    assert torch.autograd.gradcheck(weights, (x, bias))
+    assert torch.autograd.gradcheck(lambda x: weights(x, mask=mask), x)
+    assert torch.autograd.gradgradcheck(weights, x)
+    _, of_bias = torch.autograd.grad(weights(x, bias).sum(), (x, bias))
+    assert torch.equal(of_bias, torch.zeros(8, dtype=torch.float64))
 
 
 def test_gradients_of_extreme_rows_are_finite():
