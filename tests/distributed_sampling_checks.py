@@ -57,12 +57,14 @@ def what_is_kept(rank: int, size: int) -> None:
         logits = rows_of(vocab_size)
         mask = random_mask(*logits.shape, share=0.7)
         has_any = (logits.masked_fill(~mask, -torch.inf) > -torch.inf).any(1)
+        seed = torch.arange(len(logits)) + 3
         for settings, allowed in itertools.product(SETTINGS.values(), (None, mask)):
             own_mask = None if allowed is None else columns(allowed, rank, size)
-            got = distributed.sample(columns(logits, rank, size), mask=own_mask, seed=3, kept=True, **settings).kept
+            got = distributed.sample(columns(logits, rank, size), mask=own_mask, seed=seed, kept=True, **settings)
             some = slice(None) if allowed is None else has_any
-            of_some = type(got)(*(x[some] for x in got))
-            check_kept(of_some, logits[some], settings, None if allowed is None else allowed[some])
+            of_some = logits[some], settings, None if allowed is None else allowed[some]
+            check_kept(type(got.kept)(*(x[some] for x in got.kept)), *of_some)
+            check_draws(got.tokens[some], uniforms(seed[some], 1), kept_weights(*of_some))
     got = distributed.sample(columns(logits.double(), rank, size), seed=0, kept=True)
     torch.testing.assert_close(got.kept.logsumexp, logits.double().logsumexp(-1), rtol=0, atol=1e-6)
     assert got.kept.logsumexp.dtype == torch.float64

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fused_topk
-from choices import of_full_rows as alternatives
+from choices import FULL_ROW_VARIANTS
 from fused_topk.layout.full_row_choice import choose_full_row
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, bits, start_full_rows
@@ -365,20 +365,17 @@ def test_choice(vocab_size, itemsize, kernel, blocks):
 @pytest.mark.parametrize("itemsize", (2, 4))
 def test_every_choice_holds_its_row(capability, shared, multiprocessors, itemsize):
     for vocab_size in (1, 9, 1000, 1025, 5000, 16384, 16385, 32768, 33000, 65536, 99999, 262144, 262145, 2**31 - 1):
-        machine = shared, multiprocessors, capability
-        choices = alternatives(vocab_size, itemsize, *machine)
-        assert choices[0] == choose_full_row(vocab_size, itemsize, *machine)
-        for choice in choices:
-            vectors = -(-vocab_size * itemsize // 16)
-            threads = 32 if choice.kernel == "warp" else choice.threads
-            of_row = (choice.vectors + choice.shared_vectors) * threads * choice.blocks_per_row
-            assert choice.kernel == "long" or vectors <= of_row
-            assert choice.shared_bytes + 1024 <= shared and choice.threads % 32 == 0
-            assert choice.shared_vectors % 2 == 0
-            # The blocks of a cooperative launch all run at the same time: "grid" is compiled for two on a multiprocessor,
-            # before compute capability 8.0 for one.
-            compiled_for = 2 if choice.kernel == "grid" and capability >= 80 else 1
-            resident = min(compiled_for, (shared + 1024) // (choice.shared_bytes + 2048))
-            for rows in (1, 5, 1000):
-                blocks = choice.blocks(rows)
-                assert not choice.is_cooperative or choice.blocks_per_row <= blocks <= resident * multiprocessors
+        choice = choose_full_row(vocab_size, itemsize, shared, multiprocessors, capability)
+        vectors = -(-vocab_size * itemsize // 16)
+        threads = 32 if choice.kernel == "warp" else choice.threads
+        of_row = (choice.vectors + choice.shared_vectors) * threads * choice.blocks_per_row
+        assert choice.kernel == "long" or vectors <= of_row
+        assert choice.shared_bytes + 1024 <= shared and choice.threads % 32 == 0
+        assert choice.shared_vectors % 2 == 0 and (choice.kernel, choice.vectors) in FULL_ROW_VARIANTS
+        # The blocks of a cooperative launch all run at the same time: "grid" is compiled for two on a multiprocessor,
+        # before compute capability 8.0 for one.
+        compiled_for = 2 if choice.kernel == "grid" and capability >= 80 else 1
+        resident = min(compiled_for, (shared + 1024) // (choice.shared_bytes + 2048))
+        for rows in (1, 5, 1000):
+            blocks = choice.blocks(rows)
+            assert not choice.is_cooperative or choice.blocks_per_row <= blocks <= resident * multiprocessors
