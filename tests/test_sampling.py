@@ -287,18 +287,6 @@ def test_min_p_cuts_near_the_border_of_top_p(backend):
     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 3}], ids=str)
-def test_kept_of_rows_without_a_choice(backend, settings):
-    """Of temperature 0, of -inf alone, and with NaN or +inf."""
-    logits = rows_of(700)[:4]
-    logits[1], logits[2, 5], logits[3, 6] = -INF, NAN, INF
-    for temperature, counts in ((0.0, [1, 0, 0, 0]), (1.0, [None, 0, 0, 0])):
-        got = backend("sample", logits.to(backend.device), temperature=temperature, seed=1, kept=True, **settings).kept
-        assert got.counts[1:].tolist() == counts[1:] and bool(got.logsumexp[1:].isnan().all())
-        if temperature == 0:
-            assert got.counts[0] == 1 and got.logsumexp[0] == logits[0].max()
-
-
 @pytest.mark.parametrize("others", [{}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
 def test_minus_one_is_no_limit(backend, others):
     logits = rows_of(900).to(backend.device)
@@ -361,21 +349,14 @@ def test_rows_without_a_distribution(backend, name, vocab_size):
     rows[5] = NAN
     mask = torch.ones(7, vocab_size, dtype=torch.bool)
     mask[6] = False
-    got = backend(
-        "sample", rows.to(backend.device), mask=mask.to(backend.device), seed=0, num_samples=2, **SETTINGS[name]
-    )
+    rows, given = rows.to(backend.device), {"mask": mask.to(backend.device), "seed": 0, "num_samples": 2}
+    got = backend("sample", rows, **given, **SETTINGS[name])
     assert got.tokens[:, 0].tolist() == got.tokens[:, 1].tolist() == [3, 4, 0, 2, 1, 0, 0]
     assert bool(got.logprobs.isnan().all())
     for settings in (SETTINGS[name], {"temperature": 0.0}):
-        again = backend(
-            "sample",
-            rows.to(backend.device),
-            mask=mask.to(backend.device),
-            seed=0,
-            logprobs="kept",
-            **settings,
-        )
-        assert again.tokens[:, 0].tolist() == [3, 4, 0, 2, 1, 0, 0] and bool(again.logprobs.isnan().all())
+        again = backend("sample", rows, **given, logprobs="kept", kept=True, **settings)
+        assert torch.equal(again.tokens, got.tokens) and bool(again.logprobs.isnan().all())
+        assert not again.kept.counts.any() and bool(again.kept.logsumexp.isnan().all())
 
 
 def test_greedy_rows(backend):
@@ -387,8 +368,9 @@ def test_greedy_rows(backend):
     best = backend("log_softmax_topk", logits, 1)
     assert bool((got.tokens[::2] == best.indices[::2]).all())
     torch.testing.assert_close(got.logprobs[::2], best.values[::2].expand(-1, 4), rtol=2e-6, atol=2e-6)
-    truncated = backend("sample", logits, logprobs="kept", **settings)
-    assert bool((truncated.logprobs[::2] == 0).all())
+    truncated = backend("sample", logits, logprobs="kept", kept=True, **settings)
+    assert bool((truncated.logprobs[::2] == 0).all()) and bool((truncated.kept.counts[::2] == 1).all())
+    assert torch.equal(truncated.kept.logsumexp[::2], logits[::2].amax(1))
     assert bool((got.tokens[1] != best.indices[1]).any())
 
 

@@ -30,6 +30,8 @@ from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result, row_topk
 from test_beam import check_beams, infinite_beams, unequal_beams
 
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
 # a vector, a lane, what 8 lanes hold, 8, 16 and 32 lanes, a tile, two of them, a part for each warp, three steps of parts; the k
 # that 8 lanes, a warp, 8 warps and 16 warps take; more blocks.
@@ -106,12 +108,6 @@ def cases() -> list[Case]:
 CASES: dict[str, list[Case]] = {}
 for _case in cases():
     CASES.setdefault(kernel_of(_case), []).append(_case)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def machine():
-    if cause := build.unavailable():
-        pytest.skip(cause)
 
 
 def short(kernel: str) -> str:

@@ -18,7 +18,10 @@ from test_simt import check_bits_of_short_rows
 from test_simt_layouts import check_tokens_of_many_beams
 from test_simt_sampling import check_broad, check_case
 
-pytestmark = pytest.mark.exhaustive  # each fault is a build of its own
+pytestmark = [
+    pytest.mark.exhaustive,  # each fault is a build of its own
+    pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable())),
+]
 
 ONE_WARP = Case(257, 5, rows="2")
 # Its loads go to registers; those of longer rows may go to shared memory in the background.
@@ -196,12 +199,6 @@ FAULTS = {
         {"no end", "uninitialised"},
     ),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def machine():
-    if cause := build.unavailable():
-        pytest.skip(cause)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
