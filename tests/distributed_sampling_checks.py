@@ -11,9 +11,7 @@ from torch import Tensor
 
 import fused_topk
 from distributed_checks import columns, counted, frame
-from fused_topk import distributed
-from rows import random_mask
-from test_sampling import (
+from exact_draws import (
     SETTINGS,
     check_draws,
     check_is_kept,
@@ -23,6 +21,8 @@ from test_sampling import (
     settings_of_rows,
     uniforms,
 )
+from fused_topk import distributed
+from rows import random_mask
 
 FOLDER = ""
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import fused_topk
+from exact_draws import BROAD, NEAR, SETTINGS, broad_rows, kept_weights, rows_of
 from fused_topk.functional import sampling
 from fused_topk.operators.sampling import plan_of as plan_of_sample
 from fused_topk.problem import SampleProblem
 from fused_topk.rows import LogitRows
 from rows import INF, NAN, packed, random_logits, random_mask
-from test_sampling import BROAD, NEAR, SETTINGS, broad_rows, kept_weights, rows_of
 
 # What log p - log noise may be off by in float32, where it is at most 2^5 or so for the winner.
 OFF = 2.0**-18

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from exact_draws import BROAD, SETTINGS, broad_rows, kept_weights, rows_of
 from fused_topk.layout import launch
 from oracle import DTYPES
 from rows import INF, NAN, packed, random_mask
 from simt import build
 from simt.launch import SCHEDULES
-from test_sampling import BROAD, SETTINGS, broad_rows, kept_weights, rows_of
 from test_sampling_noise import check_winners, exponential, ties_and_odd_noise
 from test_simt_sampling import draw
 

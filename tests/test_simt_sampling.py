@@ -13,17 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk import operators
-from fused_topk.backends import cuda, philox
-from fused_topk.layout import launch
-from fused_topk.problem import Kept, Sample, SampleProblem, TopK, TopkProblem
-from fused_topk.rows import LogitRows
-from oracle import DTYPES
-from rows import INF, NAN, packed, random_logits, random_mask
-from simt import build, sanitized
-from simt.emulate import emulated
-from simt.launch import SCHEDULES, Array
-from test_sampling import (
+from exact_draws import (
     BROAD,
     SETTINGS,
     broad_rows,
@@ -35,6 +25,16 @@ from test_sampling import (
     rows_of,
     uniforms,
 )
+from fused_topk import operators
+from fused_topk.backends import cuda, philox
+from fused_topk.layout import launch
+from fused_topk.problem import Kept, Sample, SampleProblem, TopK, TopkProblem
+from fused_topk.rows import LogitRows
+from oracle import DTYPES
+from rows import INF, NAN, packed, random_logits, random_mask
+from simt import build, sanitized
+from simt.emulate import emulated
+from simt.launch import SCHEDULES, Array
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 

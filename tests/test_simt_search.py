@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from exact_draws import SETTINGS, check_draws, kept_weights, uniforms
 from fused_topk.problem import MergeProblem
 from fused_topk.scale import Scale
 from oracle import DTYPES, assert_topk, check, expected
@@ -21,7 +22,6 @@ from simt import build
 from simt.cases import Case, Laid
 from test_beam import check_beams
 from test_merge import D_TOLERANCE, assert_same_state
-from test_sampling import SETTINGS, check_draws, kept_weights, uniforms
 from test_simt_full_rows import SHAPES, laid_over, results, small_choice
 from test_simt_merge import parts_of
 from test_simt_merge import run as merged
