@@ -8,6 +8,7 @@ distributed functions that begins with local_ is this process's share of the arg
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -113,9 +114,10 @@ def _of_rows(number: Any, rows: Callable[[Case], Tensor]) -> Callable[[Case], di
     return lambda case: {"number": number, "rows": rows(case)}
 
 
-def _tensor(*wrong: Any, dtype: torch.dtype = torch.int64) -> dict[str, Any]:
+def _tensor(*wrong: Any, dtype: torch.dtype = torch.int64, others: Sequence[torch.dtype] = ()) -> dict[str, Any]:
     """The wrong values of a tensor: no tensors, those of another dtype, of another layout; and `wrong`."""
-    types = (*_NOT_TENSORS, lambda x: x.to(dtype), lambda x: x.float().to_sparse().to(x.dtype))
+    of_dtypes = [functools.partial(Tensor.to, dtype=each) for each in (dtype, *others)]
+    types = (*_NOT_TENSORS, *(lambda x, to=to: to(x) for to in of_dtypes), lambda x: x.float().to_sparse().to(x.dtype))
     return {"wrong_type": types, "wrong_value": wrong}
 
 
@@ -131,6 +133,19 @@ def _rows(*wrong: Any, also_numbers: bool = True, dtype: torch.dtype = torch.int
     return found | {"wrong_type": tuple(x for x in found["wrong_type"] if also_numbers is False or x != 3)}
 
 
+def _one_field(i: int, change: Callable[[Tensor], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """A result or a state of which the i-th field, or the last, is another."""
+    return lambda x: tuple(change(y) if j == min(i, len(x) - 1) else y for j, y in enumerate(x))
+
+
+def _one_state(**changes: Callable[[Tensor], Any]) -> Callable[[list[Any]], list[Any]]:
+    """States of which the last one has other fields."""
+    return lambda x: [
+        *x[:-1],
+        x[-1]._replace(**{name: change(getattr(x[-1], name)) for name, change in changes.items()}),
+    ]
+
+
 def beyond(k: int) -> int:
     """What no k may be where the given one is of all tokens."""
     return k + 1
@@ -143,16 +158,23 @@ _PLAIN = "groups dtensors gradients errors"
 _INT = {"wrong_type": _NOT_INTS}
 _FLAG = {"wrong_type": (1, "yes", None)}
 _TEMPERATURES = (-1.0, float("nan"), float("inf"), 1e-37, 1e38)
-_SHAPES = (lambda x: x[..., 0], lambda x: x[..., :-1], lambda x: x[:0])
+_OTHER_LOGITS = (torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 ARGUMENTS = {
     # What is read.
-    "logits": Argument(_MAY_LEARN, Case.logits, **_tensor(lambda x: x[0, 0, 0])),
+    "logits": Argument(_MAY_LEARN, Case.logits, **_tensor(lambda x: x[0, 0, 0], lambda x: x[..., :0], others=_OTHER_LOGITS)),
     "hidden": Argument(_MULTIPLIED, lambda case: case.head(0), **_tensor(lambda x: x[0, 0, 0], lambda x: x[..., :0])),
     "weight": Argument(_MULTIPLIED, lambda case: case.head(1), **_tensor(lambda x: x[0], lambda x: x[:, 1:], lambda x: x.unsqueeze(0))),
     "bias": Argument(_MULTIPLIED, lambda case: {"bias": case.head(2)}, **_tensor(lambda x: x[1:], lambda x: x.unsqueeze(0))),
     "beam_scores": Argument(_MAY_LEARN, lambda case: case.random(-5, 0), **_tensor(lambda x: x[:1], lambda x: x.unsqueeze(-1))),
-    "parts": Argument("gradients devices errors", lambda case: None, (None, 3, lambda x: x[0], lambda x: [3], lambda x: [tuple(x[0])]), ([],)),
+    "parts": Argument(
+        "gradients devices errors", lambda case: None,
+        (None, 3, lambda x: x[0], lambda x: [3], lambda x: [tuple(x[0])], _one_state(logits=Tensor.int), _one_state(logits=Tensor.half), _one_state(m=lambda m: None)),
+        (
+            [], _one_state(d=Tensor.double), _one_state(m=lambda m: m[:1]), _one_state(indices=Tensor.int), lambda x: [x[0], type(x[1])(*(y[:1] for y in x[1]))],
+            _one_state(**dict.fromkeys(("logits", "indices"), lambda y: y[..., :0])),
+        ),
+    ),
     "temperature": Argument(_ONE_A_ROW, _of_rows(0.7, lambda case: case.random(0.5, 2)), **_rows(*_TEMPERATURES, 0.0)),
     "mask": Argument(
         _ONE_A_ROW, lambda case: {"bool": case.mask(), "packed": packed(case.mask())},
@@ -195,12 +217,12 @@ ARGUMENTS = {
     "recompute": Argument("gradients errors", lambda case: {"no": False}, **_FLAG),
     # Where.
     "dim": Argument("broadcast dtensors errors", lambda case: {}, _NOT_INTS[:4], (3, -4)),
-    "out": Argument("dtensors devices errors", lambda case: {}, (3, "abc", lambda x: x[0], lambda x: x[:1], lambda x: (*x, x[0]), lambda x: tuple(y.to(torch.int16) for y in x)), (lambda x: tuple(y.unsqueeze(0) for y in x),)),
+    "out": Argument("dtensors devices errors", lambda case: {}, (3, "abc", lambda x: x[0], lambda x: x[:1], lambda x: (*x, x[0]), *(_one_field(i, lambda y: y.to(torch.int16)) for i in range(3))), tuple(_one_field(i, change) for i in range(3) for change in (lambda y: y.unsqueeze(0), lambda y: y[:1]))),
     "backend": Argument("broadcast strides errors", lambda case: {}, (1, []), ("tpu", "")),
     "group": Argument("groups errors", lambda case: {}, ("tp", 0)),
     # What is said of calls to come.
-    "shapes": Argument("errors", lambda case: (2, V), (3, "2", None, [2.0]), ((2, 0), (-1, V), ())),
-    "functions": Argument("errors", lambda case: {}, (3, None), ("sum", "linear_topk")),
+    "shapes": Argument("errors", lambda case: (2, V), (3, "2", None, [2.0], torch.zeros(2, V), (2, (3, V)), [(2, V), ("3", V)], (True, V)), ((2, 0), (-1, V), ())),
+    "functions": Argument("errors", lambda case: {}, (3, None, [print]), ("sum", "linear_topk")),
     "dtypes": Argument("errors", lambda case: {}, ("float32", torch.int64)),
     "device": Argument("errors", lambda case: {}, (1.5, [])),
     # What differs in one function.
@@ -208,6 +230,9 @@ ARGUMENTS = {
         f"{name}.normalize": Argument(_PLAIN, lambda case: {"all": "all"}, (None, 1), ("none", "topk"))
         for name in ("beam_topk", "distributed.beam_topk", "token_logprobs", "linear_token_logprobs", "distributed.linear_token_logprobs")
     },
+    "beam_topk.logits": Argument(_MAY_LEARN, Case.logits, **_tensor(lambda x: x[0], lambda x: x.unsqueeze(0), lambda x: x[:, :0], others=_OTHER_LOGITS)),
+    # A process may have no token.
+    **{f"{name}.logits": Argument(_MAY_LEARN, Case.logits, **_tensor(lambda x: x[0, 0, 0])) for name in FUNCTIONS if name.startswith("distributed.")},
     **{
         f"{name}.k": Argument(_PLAIN, lambda case: {"all": case.lead[-1] * V}, **_INT, wrong_value=(0, -1, 2**70, beyond))
         for name in ("beam_topk", "distributed.beam_topk")

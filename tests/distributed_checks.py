@@ -21,8 +21,7 @@ from fused_topk.distributed import collective
 from fused_topk.distributed.packing import Header
 from linear_heads import exact_head
 from oracle import DTYPES, VALUES_OF, assert_same, assert_topk, expected
-from rows import INF, adversarial_rows, packed, random_logits, random_mask
-from test_beam import check_beams
+from rows import INF, adversarial_rows, random_logits
 
 FOLDER = ""  # that all processes can write
 
@@ -60,41 +59,6 @@ def adversarial_rows_of_every_dtype(rank: int, size: int) -> None:
         logits = torch.stack(list(rows.values()))
         got = getattr(distributed, entry)(columns(logits, rank, size), k)
         assert_topk(got, expected(entry, logits, k), logits, entry, row_names=list(rows))
-
-
-def masks_and_temperatures(rank: int, size: int) -> None:
-    logits = random_logits(6, 320)
-    mask = random_mask(6, 320, share=0.6)
-    mask[1] = False
-    mask[2, :300] = False
-    mask[3] = torch.arange(320) == 319
-    words = [32 * i for i in range(1, size)]
-    for normalize, is_packed, t in itertools.product(
-        ("allowed", "all", "topk"), (False, True), (1.0, 0.7, torch.linspace(0.3, 2.0, 6))
-    ):
-        own = columns(mask, rank, size, words)
-        settings = {"normalize": normalize, "temperature": t}
-        for entry in ("softmax_topk", "log_softmax_topk"):
-            got = getattr(distributed, entry)(
-                columns(logits, rank, size, words), 9, mask=packed(own) if is_packed else own, **settings
-            )
-            assert_topk(got, expected(entry, logits, 9, mask=mask, **settings), logits, entry, temperature=t)
-
-
-def beams_of_whole_sequences(rank: int, size: int) -> None:
-    logits = (random_logits(3, 4, 300) / 2).round()
-    scores = random_logits(3, 4, seed=1) - 20
-
-    def sharded(entry, logits, *arguments, mask=None, **settings):
-        own = None if mask is None else columns(mask.expand(logits.shape), rank, size)
-        return getattr(distributed, entry)(columns(logits, rank, size), *arguments, mask=own, **settings)
-
-    mask = random_mask(3, 4, 300, share=0.5)
-    for k in (1, 8, 50, 1200):
-        check_beams(sharded, logits, scores, k)
-        check_beams(sharded, logits, scores, k, mask=mask, normalize="all", temperature=0.7)
-        got = sharded("beam_topk", logits, scores, k)
-        assert torch.equal(got.indices, fused_topk.beam_topk(logits, scores, k).indices)
 
 
 def shapes_and_short_parts(rank: int, size: int) -> None:

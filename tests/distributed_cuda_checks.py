@@ -15,11 +15,11 @@ import fused_topk
 import processes
 from distributed_checks import columns
 from distributed_linear_checks import first_row, own_rows
+from exact_draws import SETTINGS, check_draws, kept_weights, rows_of, uniforms
 from fused_topk import distributed
 from linear_heads import exact_head
 from oracle import DTYPES, VALUES_OF, assert_topk, expected
 from rows import adversarial_rows, random_logits, random_mask
-from test_sampling import SETTINGS, check_draws, kept_weights, rows_of, uniforms
 
 FOLDER = ""  # that all processes can write
 

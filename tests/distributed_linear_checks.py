@@ -11,11 +11,10 @@ import torch.distributed as dist
 
 import fused_topk
 from distributed_checks import columns, counted, frame, raises
-from fused_topk import TokenLogprobs, TopKLogits, distributed
+from fused_topk import distributed
 from fused_topk.layout import linear_pieces as layout
 from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits
 from oracle import assert_topk, expected
-from rows import random_mask
 
 FOLDER = ""
 
@@ -98,39 +97,21 @@ def shares_without_a_row_have_the_same_gradient(rank: int, size: int) -> None:
 
 
 def tokens_of_a_head(rank: int, size: int) -> None:
-    """In the one collective, with the states."""
+    """In the one collective, with the states. distributed_contract_checks.py has the results."""
     for rows, several in itertools.product((3, 40), (False, True)):
         hidden, weight, bias = exact_head((rows,), 20, 301, torch.float32, seed=rows)
         generator = torch.Generator().manual_seed(rows)
         tokens = torch.randint(-1, 301, (rows, 5) if several else (rows,), generator=generator)
-        mask = random_mask(rows, 301, share=0.7)
-        own = own_rows(weight, rank, size), tokens, own_rows(bias, rank, size)
         start = first_row(301, rank, size)
-        for settings in ({}, {"temperature": 0.6}, {"mask": mask}, {"mask": mask, "normalize": "all"}):
-            cut = {"mask": columns(mask, rank, size)} if "mask" in settings else {}
-            with counted() as given:
-                got = distributed.linear_token_logprobs(hidden, *own, start=start, k=4, **settings | cut)
-            more = distributed.linear_token_logprobs(
-                hidden, *own, start=start, entropy=True, tail=True, **settings | cut
-            )
-            want = fused_topk.linear_token_logprobs(
-                hidden, weight, tokens, bias, k=4, entropy=True, tail=True, **settings
-            )
-            for name in ("logprobs", "logsumexp", "entropy", "tail"):
-                of_parts, of_whole = getattr(more, name), getattr(want, name)
-                torch.testing.assert_close(of_parts, of_whole, rtol=2e-6, atol=2e-6, equal_nan=True)
-            assert got.entropy is got.tail is None
-            assert isinstance(got, TokenLogprobs) and got.ranks is None
-            assert torch.equal(got.topk.indices, want.topk.indices)
-            torch.testing.assert_close(got.logprobs, want.logprobs, rtol=0, atol=2e-6, equal_nan=True)
-            states = 16 + rows * 8 + rows * 4 * 8 + -(-rows * 4 * 4 // 8) * 8
-            assert given == [frame(states + -(-tokens.numel() * 4 // 8) * 8)]
+        own = own_rows(weight, rank, size), tokens, own_rows(bias, rank, size)
+        call = functools.partial(distributed.linear_token_logprobs, hidden, *own)
         with counted() as given:
-            plain = distributed.linear_token_logprobs(hidden, *own, start=start)
-        assert len(given) == 1 and plain.topk is None
-    call = functools.partial(distributed.linear_token_logprobs, hidden, *own)
-    raises(TypeError, "`start` must be an int, got str", functools.partial(call, start="a"))
-    raises(ValueError, "0 to 2^62, got -1", functools.partial(call, start=-1))
+            got, plain = call(start=start, k=4), call(start=start)
+        want = fused_topk.linear_token_logprobs(hidden, weight, tokens, bias, k=4)
+        assert torch.equal(got.topk.indices, want.topk.indices) and plain.topk is None
+        torch.testing.assert_close(got.logprobs, want.logprobs, rtol=0, atol=2e-6, equal_nan=True)
+        states = 16 + rows * 8 + rows * 4 * 8 + -(-rows * 4 * 4 // 8) * 8
+        assert len(given) == 2 and given[0] == frame(states + -(-tokens.numel() * 4 // 8) * 8)
     if size > 1:
         told = "rank 0 has k=3, 40 rows of torch.float32 and normalize='allowed', targets or settings of draws number "
         raises(
@@ -138,51 +119,6 @@ def tokens_of_a_head(rank: int, size: int) -> None:
             told,
             lambda: call(k=3, start=start) if rank == 0 else distributed.linear_log_softmax_topk(hidden, own[0], 3),
         )
-
-
-def gradients_of_a_head(rank: int, size: int) -> None:
-    """Of a loss that every process computes alike: each gets those of its rows, and the whole one of the hidden states."""
-    hidden, weight, bias = (x.double() for x in exact_head((2, 3), 20, 301, torch.float64))
-    tokens = torch.tensor([[0, 300, -1], [150, 7, 80]])
-    mask = random_mask(6, 301, share=0.8).view(2, 3, 301)
-    mask[0, 0, 100:] = False
-    start = first_row(301, rank, size)
-    factors = torch.linspace(-1, 2, 2 * 3 * 6, dtype=torch.float64).view(2, 3, 6)
-
-    def loss(found):
-        best = found.topk if isinstance(found, TokenLogprobs) else found
-        total = (best.values.where(best.values.isfinite(), 0.0) * factors).sum()
-        if isinstance(found, TopKLogits):
-            return total
-        total = total + found.logsumexp.square().sum()
-        if best is found:
-            return total
-        total = total + 3 * found.logprobs.where(found.logprobs.isfinite(), 0.0).sum()
-        return total + 5 * found.entropy.square().sum() + 7 * found.tail.where(found.tail.isfinite(), 0.0).sum()
-
-    for entry, normalize, temperature, with_mask in itertools.product(
-        (*ENTRIES, "linear_token_logprobs"), ("allowed", "all", "topk"), (1.0, 0.7), (False, True)
-    ):
-        settings = {} if entry == "linear_topk" else {"normalize": normalize, "temperature": temperature}
-        if entry == "linear_token_logprobs" and normalize == "topk":
-            continue
-        whole = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-        own = [
-            hidden.clone().requires_grad_(),
-            *(own_rows(x, rank, size).clone().requires_grad_() for x in (weight, bias)),
-        ]
-        one = {**settings, "mask": mask if with_mask else None}
-        parts = {**one, "mask": columns(mask, rank, size) if with_mask else None}
-        if entry == "linear_token_logprobs":
-            spread = {"k": 6, "entropy": True, "tail": True}
-            given, one, parts = tokens, {**one, **spread}, {**parts, **spread, "start": start}
-        else:
-            given = 6
-        loss(getattr(fused_topk, entry)(whole[0], whole[1], given, whole[2], **one)).backward()
-        loss(getattr(distributed, entry)(own[0], own[1], given, own[2], **parts)).backward()
-        wanted = [whole[0].grad, *(own_rows(x.grad, rank, size) for x in whole[1:])]
-        for got, want in zip(own, wanted):
-            torch.testing.assert_close(got.grad, want, rtol=1e-9, atol=1e-9)
 
 
 def a_bounded_part_of_the_logits(rank: int, size: int) -> None:

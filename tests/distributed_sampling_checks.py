@@ -3,15 +3,26 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import fused_topk
 from distributed_checks import columns, counted, frame
+from exact_draws import (
+    SETTINGS,
+    check_draws,
+    check_is_kept,
+    check_kept,
+    kept_weights,
+    rows_of,
+    settings_of_rows,
+    uniforms,
+)
 from fused_topk import distributed
-from rows import packed, random_mask
-from test_sampling import SETTINGS, check_draws, check_is_kept, check_kept, kept_weights, rows_of, uniforms
+from rows import random_mask
 
 FOLDER = ""
 
@@ -40,68 +51,26 @@ def draws_of_exact_sums(rank: int, size: int) -> None:
                 assert_equal_everywhere(got.tokens)
 
 
-def what_the_unsharded_call_gives(rank: int, size: int) -> None:
-    """Tokens, log-probabilities of both kinds and the best tokens, for each kind of name, with masks and leading dimensions."""
-    logits = rows_of(700)[[0, 1, 2, 5, 7, 0]].view(2, 3, 700)
-    mask = random_mask(6, 700, share=0.6).view(2, 3, 700)
-    mask[1, 2] = False
-    cuts = [32 * (20 * i // size) for i in range(1, size)]
-    names = ({"seed": 5}, {"seed": torch.arange(6).view(2, 3), "counter": 7}, {"seed": -1, "counter": 2**40})
-    for name in ("whole", "hot", "top_k", "usual", "min_p", "top_p_of_almost_all"):
-        for asked in names:
-            for own_mask in (None, columns(mask, rank, size, cuts), packed(columns(mask, rank, size, cuts))):
-                settings = {**SETTINGS[name], **asked, "num_samples": 4, "topk": 3}
-                settings["logprobs"] = "kept" if name != "hot" else "model"
-                got = distributed.sample(columns(logits, rank, size, cuts), mask=own_mask, **settings)
-                want = fused_topk.sample(logits, mask=None if own_mask is None else mask, **settings)
-                assert torch.equal(got.tokens, want.tokens), (name, asked)
-                torch.testing.assert_close(got.logprobs, want.logprobs, rtol=0, atol=5e-6, equal_nan=True)
-                assert torch.equal(got.topk.indices, want.topk.indices)
-                torch.testing.assert_close(got.topk.values, want.topk.values, rtol=0, atol=2e-6, equal_nan=True)
-    # More than a list has, by a seed of all rows.
-    flat = rows_of(2100)[[0, 2, 2]]
-    for settings in ({"top_k": 1700}, {"top_p": 0.99}):
-        got = distributed.sample(columns(flat, rank, size), seed=9, num_samples=5, **settings)
-        assert torch.equal(got.tokens, fused_topk.sample(flat, seed=9, num_samples=5, **settings).tokens)
-    one = distributed.sample(columns(logits[0, 0], rank, size), seed=3)
-    assert one.tokens.shape == (1,) and torch.equal(one.tokens, fused_topk.sample(logits[0, 0], seed=3).tokens)
-    assert distributed.sample(columns(logits[:0], rank, size), seed=3).tokens.shape == (0, 3, 1)
-
-
 def what_is_kept(rank: int, size: int) -> None:
-    """Of whole rows, of lists, and of rows of which more is kept than a list has; by number and by parameters of each row."""
+    """Of whole rows, of lists, and of rows of which more is kept than a list has."""
     for vocab_size in (300, 2500):
         logits = rows_of(vocab_size)
         mask = random_mask(*logits.shape, share=0.7)
         has_any = (logits.masked_fill(~mask, -torch.inf) > -torch.inf).any(1)
-        for name, settings in SETTINGS.items():
-            call = {"seed": 3, "kept": True, **settings}
-            for allowed in (None, mask):
-                own_mask = None if allowed is None else columns(allowed, rank, size)
-                got = distributed.sample(columns(logits, rank, size), mask=own_mask, **call)
-                want = fused_topk.sample(logits, mask=allowed, **call)
-                some = slice(None) if allowed is None else has_any
-                assert got.kept.counts.dtype == torch.int64 and got.kept.logsumexp.dtype == torch.float32
-                if "top_p" not in settings:
-                    assert torch.equal(got.kept.counts, want.kept.counts), (name, vocab_size)
-                    torch.testing.assert_close(
-                        got.kept.logsumexp, want.kept.logsumexp, rtol=2.0**-22, atol=5e-6, equal_nan=True
-                    )
-                check_kept(
-                    type(got.kept)(*(x[some] for x in got.kept)),
-                    logits[some],
-                    settings,
-                    None if allowed is None else allowed[some],
-                )
-    logits = rows_of(700)[:6].view(2, 3, 700)
-    of_rows = {"temperature": torch.tensor([0.0, 1.0, 2.0]), "top_k": torch.tensor([[0], [9]]), "seed": 0, "kept": True}
-    got, want = distributed.sample(columns(logits, rank, size), **of_rows), fused_topk.sample(logits, **of_rows)
-    assert got.kept.counts.shape == (2, 3) and torch.equal(got.kept.counts, want.kept.counts)
-    torch.testing.assert_close(got.kept.logsumexp, want.kept.logsumexp, rtol=0, atol=5e-6)
+        seed = torch.arange(len(logits)) + 3
+        for settings, allowed in itertools.product(SETTINGS.values(), (None, mask)):
+            own_mask = None if allowed is None else columns(allowed, rank, size)
+            got = distributed.sample(columns(logits, rank, size), mask=own_mask, seed=seed, kept=True, **settings)
+            some = slice(None) if allowed is None else has_any
+            of_some = logits[some], settings, None if allowed is None else allowed[some]
+            check_kept(type(got.kept)(*(x[some] for x in got.kept)), *of_some)
+            check_draws(got.tokens[some], uniforms(seed[some], 1), kept_weights(*of_some))
     got = distributed.sample(columns(logits.double(), rank, size), seed=0, kept=True)
     torch.testing.assert_close(got.kept.logsumexp, logits.double().logsumexp(-1), rtol=0, atol=1e-6)
     assert got.kept.logsumexp.dtype == torch.float64
-    assert distributed.sample(columns(logits, rank, size), seed=0).kept is None
+    one = distributed.sample(columns(logits[0], rank, size), seed=3)
+    assert one.tokens.shape == (1,) and torch.equal(one.tokens, fused_topk.sample(logits[0], seed=3).tokens)
+    assert distributed.sample(columns(logits.view(2, 5, 2500)[:0], rank, size), seed=3).tokens.shape == (0, 5, 1)
 
 
 def special_rows(rank: int, size: int) -> None:
@@ -132,12 +101,7 @@ def special_rows(rank: int, size: int) -> None:
 def parameters_of_each_row(rank: int, size: int) -> None:
     base = rows_of(3000)[:4]
     logits = base.repeat_interleave(len(SETTINGS), 0)
-    names = list(SETTINGS) * 4
-    settings = {
-        name: torch.tensor([SETTINGS[each].get(name, default) for each in names], dtype=torch.float64)
-        for name, default in (("temperature", 1.0), ("top_p", 1.0), ("min_p", 0.0))
-    }
-    settings["top_k"] = torch.tensor([SETTINGS[each].get("top_k", 0) for each in names])
+    settings = settings_of_rows([*SETTINGS.values()] * 4)
     seed = torch.arange(len(logits))
     got = distributed.sample(columns(logits, rank, size), num_samples=9, seed=seed, **settings)
     check_draws(got.tokens, uniforms(seed, 9), kept_weights(logits, settings))

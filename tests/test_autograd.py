@@ -8,25 +8,10 @@ import torch
 from torch.autograd import forward_ad
 
 import fused_topk
-from oracle import DTYPES
 from rows import INF, packed, random_logits, random_mask
 
 ENTRIES = ("softmax_topk", "log_softmax_topk", "topk")
 NORMALIZE = ("allowed", "all", "topk")
-
-
-def torch_topk(entry, logits, indices, *, temperature=1.0, mask=None, normalize="allowed"):
-    """(values, logsumexp) of plain torch operations, with the chosen tokens given; of topk the values alone."""
-    x = logits.double()
-    x = x if temperature is None else x / (temperature.unsqueeze(-1) if torch.is_tensor(temperature) else temperature)
-    masked = x if mask is None else x.masked_fill(~mask, -INF)
-    chosen = masked.gather(-1, indices)
-    if entry == "topk":
-        return (chosen,)
-    normalizing = {"allowed": masked, "all": x, "topk": chosen}[normalize]
-    values = chosen - normalizing.logsumexp(-1, keepdim=True)
-    logsumexp = (x if normalize == "all" else masked).logsumexp(-1)
-    return (values.exp() if entry == "softmax_topk" else values), logsumexp
 
 
 def distinct(*shape: int) -> torch.Tensor:
@@ -34,46 +19,6 @@ def distinct(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     size = torch.Size(shape).numel()
     return (torch.randperm(size, generator=generator).double() / 4 - size / 8).view(shape).requires_grad_()
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_row_topk_gradcheck_with_dim(dim):
-    assert torch.autograd.gradcheck(lambda x: fused_topk.softmax_topk(x, 2, dim=dim)[::2], distinct(3, 4, 2))
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("masked", [False, True], ids=["all_allowed", "masked"])
-def test_row_topk_gradient_against_torch(backend, entry, dtype, masked):
-    settings = {"mask": random_mask(3, 500, device=backend.device)} if masked else {}
-    for normalize in NORMALIZE if entry != "topk" else NORMALIZE[:1]:
-        if entry != "topk":
-            rows = torch.tensor([0.5, 1.0, 3.0], device=backend.device)
-            settings |= {"normalize": normalize, "temperature": rows}
-        logits = random_logits(3, 500, dtype=DTYPES[dtype], device=backend.device).requires_grad_()
-        got = backend(entry, logits, 6, **settings)
-        weights = random_logits(3, 6, device=backend.device, seed=1), random_logits(3, device=backend.device, seed=2)
-
-        def loss(*found, weights=weights):
-            return sum((x.double() * weight).sum() for x, weight in zip(found, weights))
-
-        (gradient,) = torch.autograd.grad(loss(*got[::2]), logits)
-        (want,) = torch.autograd.grad(loss(*torch_topk(entry, logits, got.indices, **settings)), logits)
-        assert gradient.dtype == logits.dtype and gradient.shape == logits.shape
-        torch.testing.assert_close(gradient, want, rtol=2e-5 if dtype == "fp32" else 2e-2, atol=2e-5)
-
-
-@pytest.mark.parametrize("output", [0, 2], ids=["values", "logsumexp"])
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_row_topk_gradient_of_one_output(entry, output):
-    """The other output's gradient is absent, which is zero."""
-    logits = distinct(2, 9)
-    got = getattr(fused_topk, entry)(logits, 3)
-    if output >= len(got):
-        pytest.skip("topk has no logsumexp")
-    (gradient,) = torch.autograd.grad(got[output].square().sum(), logits)
-    want = torch_topk(entry, logits, got.indices)[output // 2]
-    torch.testing.assert_close(gradient, torch.autograd.grad(want.square().sum(), logits)[0])
 
 
 def test_row_topk_gradient_through_a_large_offset():
@@ -85,20 +30,6 @@ def test_row_topk_gradient_through_a_large_offset():
         fused_topk.log_softmax_topk(logits, 3).values.sum().backward()
         gradients.append(logits.grad)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_beam_topk_gradient_against_torch(backend, dtype):
-    logits = random_logits(2, 3, 200, dtype=dtype, device=backend.device).requires_grad_()
-    scores = random_logits(2, 3, device=backend.device).requires_grad_()
-    got = backend("beam_topk", logits, scores, 12)
-    want = (logits.double().log_softmax(-1) + scores.double().unsqueeze(-1)).flatten(1).gather(1, got.indices)
-    weights = random_logits(2, 12, device=backend.device, seed=3)
-    gradients = torch.autograd.grad((got.values * weights).sum() + got.logsumexp.sum(), (logits, scores))
-    loss = (want * weights).sum() + logits.double().logsumexp(-1).sum()
-    for gradient, of_torch in zip(gradients, torch.autograd.grad(loss, (logits, scores)), strict=True):
-        assert gradient.dtype == of_torch.dtype
-        torch.testing.assert_close(gradient, of_torch, rtol=2e-5 if dtype == torch.float32 else 2e-2, atol=2e-5)
 
 
 @pytest.mark.parametrize("function", [fused_topk.log_softmax_topk, fused_topk.topk])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_topk import TopK
 from oracle import DTYPES, bits
-from rows import INF, NAN, adversarial_rows, packed, random_logits, random_mask
+from rows import INF, NAN, adversarial_rows, random_logits, random_mask
 
 SHAPES = [
     (1, 1, 1, 1), (2, 3, 7, 5), (3, 4, 33, 8), (1, 5, 1000, 10), (2, 4, 5003, 65), (37, 4, 1000, 8), (2, 16, 32000, 32),
@@ -81,17 +81,6 @@ def test_beam_topk_of_short_rows(backend, dtype, vocab_size, k):
     mask = random_mask(*logits.shape, device=backend.device)
     for settings in ({}, {"mask": mask}, {"mask": mask, "normalize": "all"}, {"temperature": temperature}):
         check_beams(backend, logits, scores, k, **settings)
-
-
-@pytest.mark.parametrize("normalize", ["allowed", "all"])
-@pytest.mark.parametrize("form", ["bool", "packed"])
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
-def test_beam_topk_mask(backend, normalize, form, share):
-    logits = random_logits(2, 3, 1000, device=backend.device)
-    scores = random_logits(2, 3, device=backend.device)
-    mask = random_mask(2, 3, 1000, share=share)
-    mask = (packed(mask) if form == "packed" else mask).to(backend.device)
-    check_beams(backend, logits, scores, 12, mask=mask, normalize=normalize)
 
 
 @pytest.mark.parametrize("beams", [2, 3, 5, 8, 9])

@@ -23,6 +23,7 @@ from contract import (
     READ,
     WHERE,
     Case,
+    V,
     argument,
     arguments,
     calls,
@@ -73,6 +74,14 @@ def test_arguments_have_one_order_and_one_default(name):
         assert read == [x for x in READ if x != "temperature" or (not name.endswith(".topk") and name != "topk")]
 
 
+def behind_lengths(given: dict[str, Any]) -> dict[str, Any]:
+    """The call with +inf in the logits behind the lengths, where nothing may be read."""
+    if "lengths" not in given or "logits" not in given:
+        return given
+    lengths = given["lengths"].expand(given["logits"].shape[:-1])
+    return given | {"logits": given["logits"].masked_fill(torch.arange(V) >= lengths.unsqueeze(-1), torch.inf)}
+
+
 @pytest.mark.parametrize("name", functions("gradients"))
 def test_values_and_gradients_of_every_argument(name, backend):
     """In float64; and with each subset of what may require a gradient, of which the rest is frozen."""
@@ -84,13 +93,33 @@ def test_values_and_gradients_of_every_argument(name, backend):
         # The subsets are of the operands alone, so the other arguments come together.
         sizes = range(len(learned) + 1) if told in ("plain", "bias=bias", "all") else (0, len(learned))
         for some in itertools.chain(*(itertools.combinations(learned, size) for size in sizes)):
-            live = with_gradients(given, *some)
+            live = with_gradients(behind_lengths(given), *some)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 got = call(name, live, backend)
                 found = gradients(got, live, *some)
             assert_close([x.detach() for x in got], [x.detach() for x in want], f"{name} {told} {some}")
             assert_close(found, [wanted[x] for x in some if wanted], f"{name} {told} gradient {some}")
+
+
+@pytest.mark.parametrize("name", functions("gradients"))
+def test_values_and_gradients_of_other_dtypes(name, backend):
+    """Each result alone: the others have no gradient. And with the vocabulary elsewhere."""
+    dtypes = (torch.float16, torch.bfloat16, *([torch.float64] if backend.name == "reference" else []))
+    dims = (-1, 1) if "dim" in parameters(name) and name != "beam_topk" else (-1,)
+    given = dict(calls(name, "gradients", FEW))["all"]
+    # What tells of beams has no gradient of their scores.
+    learned = [x for x in LEARNED if x in given and x != "beam_scores"]
+    for dtype, dim, i in itertools.product(dtypes, dims, range(len(exact(name, given)))):
+        told, tolerance = f"{name} of {dtype} at {dim}, result {i}", 1e-12 if dtype == torch.float64 else 2e-2
+        here = given | {x: given[x].to(dtype) for x in learned}
+        live = with_gradients(here, *learned)
+        there = with_gradients(here if dim == -1 else moved(here, dim), *learned)
+        got, want = call(name, there, backend)[i], exact(name, live)[i]
+        got = got.movedim(dim, -1) if got.dim() == 3 else got
+        assert_close([got.detach()], [want.detach()], told, tolerance)
+        found = [x.movedim(dim, -1) if x.dim() == 3 else x for x in gradients([got], there, *learned)]
+        assert_close(found, gradients([want], live, *learned), f"{told}, gradient", tolerance)
 
 
 @pytest.mark.parametrize("name", ["merge_states", "merge_topk"])
@@ -155,10 +184,10 @@ def check_what_broadcasts(
                 for form, cut in broadcastable(value).items() if isinstance(value, Tensor) else ():
                     told = f"{name} of {rows.lead}, {base} with {option}={label} {form}"
                     whole = {option: cut.expand(value.shape).contiguous()}
-                    got = run(name, all_calls[base] | {option: cut})
+                    got = run(name, behind_lengths(all_calls[base] | {option: cut}))
                     assert_close(got, exact(name, all_calls[base] | whole), told)
         for (told, given), dim in itertools.product(all_calls.items(), (0, 1, -2)) if "dim" in parameters(name) else ():
-            got = [x.movedim(dim, -1) if x.dim() == 3 else x for x in run(name, moved(given, dim))]
+            got = [x.movedim(dim, -1) if x.dim() == 3 else x for x in run(name, moved(behind_lengths(given), dim))]
             assert_close(got, exact(name, given), f"{name} {told} dim={dim}")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from contract import (
     WITH,
@@ -54,7 +54,7 @@ def ways(name: str, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if name in functions("dtensors") and tensors.get("logits", torch.empty(0)).dim() == 3 and "lengths" not in given:
         logits = tensors["logits"]
         if not logits.is_sparse and logits.is_cpu and given.get("out") is None:
-            yield given | {"logits": distribute_tensor(logits, init_device_mesh("cpu", (1,)), [Shard(2)])}
+            yield given | {"logits": DTensor.from_local(logits, init_device_mesh("cpu", (1,)), [Shard(2)])}
     learned = [x for x in LEARNED if x in tensors and tensors[x].is_floating_point() and not tensors[x].is_sparse]
     if learned and given.get("out") is None:
         yield with_gradients(given, *learned)

@@ -9,9 +9,8 @@ import re
 import pytest
 
 import kernel_names
-from choices import of_topk as alternatives
 from fused_topk.cuda_runtime.kernel_source import source_folder
-from fused_topk.layout.topk_choice import MAX_K, VARIANTS, KernelChoice, Method, choose, list_length
+from fused_topk.layout.topk_choice import MAX_K, KernelChoice, Method, choose, list_length
 from fused_topk.layout.topk_launch import kernel_name
 from test_cuda_compile import most_static_bytes
 
@@ -239,7 +238,8 @@ def test_choose_gives_every_block_a_share():
 def test_only_16_warps_share_a_row_with_other_blocks():
     """Group::kSharesRow of csrc/topk/group.cuh: smaller blocks would all read the whole row."""
     for problem in problems():
-        assert all(choice.warps == 16 for choice in alternatives(*problem) if choice.splits > 1), problem
+        choice = choose(*problem)
+        assert choice.warps == 16 or choice.splits == 1, problem
 
 
 def test_list_length_leaves_room_for_candidates():
@@ -259,12 +259,8 @@ def test_choose_cuts_a_row_by_its_length_alone():
         assert len(cuts) == 1, (vocab_size, itemsize, cuts)
 
 
-def test_choose_asks_only_for_kernels_that_are_compiled():
+def test_every_compiled_kernel_is_asked_for_and_no_other():
     """test_cuda_compile.py compiles the list of names: a choice outside it would be untested."""
-    assert asked_kernels() <= set(kernel_names.of_topk())
-
-
-def test_every_compiled_kernel_is_asked_for():
     assert asked_kernels() == set(kernel_names.of_topk())
 
 
@@ -302,22 +298,3 @@ def test_choose_gives_short_rows_all_the_lanes_and_vectors_that_they_need(k, ite
         assert choice.rows_per_block * choice.lanes == choice.threads == 128
         # Rows of a sequence merge elsewhere.
         assert choose(100, vocab_size, k, itemsize, 132, has_beams=True).lanes == 0
-
-
-def test_alternatives_are_choices_that_could_be_made():
-    seen = set()
-    for problem in problems():
-        rows, _, k, itemsize, _ = problem
-        chosen, *others = alternatives(*problem)
-        assert chosen == choose(*problem) and chosen not in others and len(set(others)) == len(others)
-        for choice in others:
-            if choice.lanes:
-                assert choice.regime == "short rows" and k <= 8
-                seen.add(choice.regime)
-                continue
-            assert (choice.warps, choice.vectors) in VARIANTS[itemsize]
-            assert (choice.parts, choice.tiles_per_part) == (chosen.parts, chosen.tiles_per_part)
-            assert 1 <= choice.splits <= choice.parts and choice.grid(rows)[0] <= 2**31 - 1
-            assert k < {1: 128, 8: 512, 16: 4096}[choice.warps]
-            seen.add((choice.warps, choice.splits > 1))
-    assert seen == {"short rows", (1, False), (8, False), (16, False), (16, True)}

@@ -18,6 +18,8 @@ from fused_topk.layout.topk_choice import KernelChoice, Method
 from simt import build
 from simt.translate import translate
 
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
 KERNEL_OF = {
     kernel_arguments.Problem: "fused_topk::softmax_topk_kernel",
     kernel_arguments.SampleRows: "fused_topk::sampling::sample_rows_kernel",
@@ -42,13 +44,6 @@ def failures(kernel: str, claims: Iterable[str], architecture: int = 90) -> str:
     text += "".join(f"static_assert({claim});\n" for claim in claims) + "}\n"
     options = [*build._COMMON, f"-D__CUDA_ARCH__={architecture}0", "-w", "-fsyntax-only", "-x", "c++", "-"]
     return subprocess.run([build._COMPILER, *options], input=text, capture_output=True, text=True).stderr
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiler():
-    cause = build.unavailable()
-    if cause is not None:
-        pytest.skip(cause)
 
 
 SWAPPED = {ctypes.c_float: ctypes.c_int32, ctypes.c_double: ctypes.c_int64, ctypes.c_uint32: ctypes.c_float}

@@ -176,28 +176,6 @@ def test_tokens_beyond_the_integers_of_float32_and_int32(backend, start):
         assert torch.equal(backend("merge_topk", order, 20, kind="logits").indices, want)
 
 
-@pytest.mark.parametrize("shape", [(300,), (1, 300), (2, 3, 300), (2, 1, 4, 300), (0, 300), (3, 0, 300)], ids=str)
-def test_shapes(backend, shape):
-    logits = random_logits(*shape, device=backend.device)
-    got = merged(backend, "softmax_topk", logits, 5, [100])
-    want = expected("softmax_topk", logits, 5)
-    assert got.values.shape == got.indices.shape == (*shape[:-1], 5) and got.logsumexp.shape == shape[:-1]
-    if logits.numel():
-        assert_topk(got, want, logits, "softmax_topk")
-    state = backend("merge_states", states(backend, logits, 5, [100]), 7)
-    assert state.logits.shape == (*shape[:-1], 7) and state.m.shape == state.d.shape == shape[:-1]
-
-
-def test_float64():
-    logits = random_logits(4, 300).double()
-    logits += torch.rand_like(logits) / 2**30
-    got = merged(lambda entry, *a, **kw: getattr(fused_topk, entry)(*a, **kw), "log_softmax_topk", logits, 6, [150])
-    want = expected("log_softmax_topk", logits, 6)
-    assert got.values.dtype == torch.float64
-    assert torch.equal(got.indices, want.indices)
-    torch.testing.assert_close(got.values, want.values, rtol=0, atol=1e-13)
-
-
 def test_k_beyond_the_parts(backend):
     """A state keeps what there is; whole rows must have k tokens."""
     parts = states(backend, random_logits(2, 12, device=backend.device), 50, [5])
@@ -241,42 +219,3 @@ def test_missing_candidates_are_marked(backend):
     lengths = torch.tensor([2, 1], dtype=torch.int32, device=backend.device)
     best, tokens, _ = merge_parts(logits, indices, m, d, lengths, 4, 1.0, None, "logits", "allowed", backend.name)
     assert best.tolist() == [[1.0, 0.0, -INF, -INF]] and tokens.tolist() == [[0, 1, 2, -1]]
-
-
-class TestArguments:
-    parts = tuple(fused_topk.topk_state(torch.zeros(2, 4), 3, start=4 * i) for i in range(2))
-
-    @pytest.mark.parametrize(
-        ("change", "error", "message"),
-        [
-            (
-                lambda p: [p[0], p[1]._replace(logits=p[1].logits.int())],
-                TypeError,
-                r"`parts\[1\].logits` must be float32",
-            ),
-            (lambda p: [p[0], p[1]._replace(m=None)], TypeError, r"`parts\[1\].m` must be a torch.Tensor"),
-            (lambda p: [p[0], p[1]._replace(d=p[1].d.double())], ValueError, r"`parts\[1\].d` must be torch.float32"),
-            (lambda p: [p[0], p[1]._replace(m=p[1].m[:1])], ValueError, r"`parts\[1\].m` must be .* of shape \(2,\)"),
-            (
-                lambda p: [p[0], p[1]._replace(indices=p[1].indices.int())],
-                ValueError,
-                r"`parts\[1\].indices` must be int64",
-            ),
-            (
-                lambda p: [p[0], p[1]._replace(logits=p[1].logits.half())],
-                TypeError,
-                "must have the dtype torch.float32",
-            ),
-            (lambda p: [p[0], TopKState(*(x[:1] for x in p[1]))], ValueError, r"must have the leading shape \(2,\)"),
-            (lambda p: [p[0], TopKState(*(x.to("meta") for x in p[1]))], ValueError, "must be on cpu"),
-            (
-                lambda p: [p[0], p[1]._replace(logits=p[1].logits[:, :0], indices=p[1].indices[:, :0])],
-                ValueError,
-                "at least one candidate",
-            ),
-        ],
-    )
-    def test_parts(self, change, error, message):
-        for call in (fused_topk.merge_states, fused_topk.merge_topk):
-            with pytest.raises(error, match=message):
-                call(change(self.parts), 2)

@@ -19,13 +19,6 @@ from rows import random_logits, random_mask
 ENTRIES = ("softmax_topk", "log_softmax_topk", "topk")
 
 
-@pytest.mark.parametrize("shape", [(40,), (2, 3, 40), (0, 40)], ids=str)
-def test_row_topk_opcheck_shapes(backend, shape):
-    logits = random_logits(*shape, device=backend.device)
-    arguments = *LogitRows(logits), 4, "softmax", "allowed", backend.name
-    torch.library.opcheck(torch.ops.fused_topk.row_topk.default, arguments)
-
-
 def test_row_topk_out_opcheck(backend):
     logits = random_logits(3, 40, device=backend.device)
     out = fused_topk.softmax_topk(logits, 4)
@@ -112,17 +105,6 @@ def test_topk_compile_with_k_from_a_shape(native):
         assert_same(compiled(logits, like), step(logits, like))
 
 
-def test_row_topk_inference_mode(backend):
-    logits = random_logits(3, 500, device=backend.device)
-    want = backend("softmax_topk", logits, 4)
-    with torch.inference_mode():
-        got = backend("softmax_topk", logits, 4)
-        inside = backend("softmax_topk", logits.clone(), 4, out=TopK(*(x.clone() for x in want)))
-    assert got.values.is_inference()
-    for result in (got, inside):
-        assert_same(TopK(*(x.clone() for x in result)), want)
-
-
 def test_row_topk_outputs_do_not_alias(backend):
     """Writing into a result changes no other result and no input."""
     logits = random_logits(3, 500, device=backend.device)
@@ -154,14 +136,6 @@ def test_row_topk_from_many_threads(native):
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(work, number) for number in range(16)]:
             future.result()
-
-
-def test_beam_topk_from_many_threads(backend):
-    logits, scores = random_logits(4, 5, 3001, device=backend.device), random_logits(4, 5, device=backend.device)
-    want = backend("beam_topk", logits, scores, 9)
-    with ThreadPoolExecutor(8) as pool:
-        for future in [pool.submit(backend, "beam_topk", logits, scores, 9) for _ in range(40)]:
-            assert_same(future.result(), want)
 
 
 def test_modes_see_every_operator(backend):

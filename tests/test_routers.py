@@ -11,7 +11,6 @@ from fused_topk import RouterTopK
 from fused_topk.backends import cpu, reference
 from fused_topk.problem import RouterProblem
 from fused_topk.rows import LogitRows
-from oracle import DTYPES
 from routing import SCORINGS, assert_same, check_by_rules, random_problem, route
 from rows import INF, NAN, packed, random_logits, random_mask, shifted
 
@@ -170,14 +169,10 @@ def test_out(backend):
     assert_same(RouterTopK(*(each.T for each in moved)), expected)
 
 
-def test_invalid_out():
+def test_out_that_overlaps_what_is_read():
     x, bias = random_logits(5, 64), some_bias(64)
     weights, experts = fused_topk.router_topk(x, 6)
     for out, message in (
-        ((weights,), r"`out` must be a tuple \(weights, experts\)"),
-        ((weights.double(), experts), "`out.weights` must have dtype torch.float32"),
-        ((weights, experts.short()), "`out.experts` must have dtype torch.int64"),
-        ((weights[:, :5], experts), "`out.weights` must have shape"),
         ((x[:, :6], experts), "`out.weights` must not overlap `logits`"),
         ((bias[:30].view(5, 6), experts), "`out.weights` must not overlap `bias`"),
     ):
@@ -206,43 +201,23 @@ def test_beyond_the_kernels_limits():
             fused_topk.router_topk(x, k, backend="cpu")
 
 
-def settings_of(scoring: str, renormalize: bool) -> dict:
-    return {"scoring": scoring, "renormalize": renormalize, "groups": 4, "topk_groups": 2, "scale": 1.5}
-
-
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_gradients(scoring, renormalize):
-    """Against differences, the first and the second ones."""
+    """Against differences, the first and the second ones: contract_results.py takes those of the reference."""
     x = random_logits(2, 8, dtype=torch.float64).requires_grad_()
+    settings = {"scoring": scoring, "renormalize": renormalize, "groups": 4, "topk_groups": 2, "scale": 1.5}
     bias = some_bias(8).double().requires_grad_()
     mask = random_mask(2, 8, share=0.8)
 
-    def weights(x, bias, mask=None):
-        return fused_topk.router_topk(x, 3, bias=bias, mask=mask, **settings_of(scoring, renormalize)).weights
+    def weights(x, bias=None, mask=None):
+        return fused_topk.router_topk(x, 3, bias=bias, mask=mask, **settings).weights
 
     assert torch.autograd.gradcheck(weights, (x, bias))
-    assert torch.autograd.gradcheck(lambda x: weights(x, None, mask), x)
-    assert torch.autograd.gradgradcheck(lambda x: weights(x, None), x)
+    assert torch.autograd.gradcheck(lambda x: weights(x, mask=mask), x)
+    assert torch.autograd.gradgradcheck(weights, x)
     _, of_bias = torch.autograd.grad(weights(x, bias).sum(), (x, bias))
     assert torch.equal(of_bias, torch.zeros(8, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
-def test_gradients_are_those_of_the_weights(backend, scoring):
-    """Of each dtype, against autograd through the scores of the experts that are chosen."""
-    for dtype in DTYPES.values():
-        x = random_logits(5, 64, dtype=dtype, device=backend.device).requires_grad_()
-        bias = some_bias(64, backend.device).requires_grad_()
-        got = fused_topk.router_topk(x, 4, bias=bias, **settings_of(scoring, True), backend=backend.name)
-        g = random_logits(5, 4, device=backend.device)
-        of_logits, of_bias = torch.autograd.grad((got.weights * g).sum(), (x, bias))
-        assert not got.experts.requires_grad and not of_bias.any()
-        wide = x.detach().double().requires_grad_()
-        chosen = SCORINGS[scoring](wide).gather(-1, got.experts)
-        (expected,) = torch.autograd.grad((chosen / chosen.sum(-1, keepdim=True) * 1.5 * g).sum(), wide)
-        bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-        torch.testing.assert_close(of_logits.double(), expected, rtol=bound, atol=bound * float(expected.abs().max()))
 
 
 def test_gradients_of_extreme_rows_are_finite():

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import fused_topk
+from exact_draws import BROAD, NEAR, SETTINGS, broad_rows, kept_weights, rows_of
 from fused_topk.functional import sampling
 from fused_topk.operators.sampling import plan_of as plan_of_sample
 from fused_topk.problem import SampleProblem
 from fused_topk.rows import LogitRows
 from rows import INF, NAN, packed, random_logits, random_mask
-from test_sampling import BROAD, NEAR, SETTINGS, broad_rows, kept_weights, rows_of
 
 # What log p - log noise may be off by in float32, where it is at most 2^5 or so for the winner.
 OFF = 2.0**-18
@@ -179,21 +179,27 @@ def test_all_else_is_as_with_a_seed(backend, name):
         assert torch.equal(got.ranks, (x >= x.gather(1, got.tokens)).sum(1, keepdim=True))
 
 
+def ties_and_odd_noise(vocab_size: int) -> tuple[Tensor, Tensor, list[int]]:
+    """(logits, noise that no distribution gives, tokens that are drawn): three tokens tie, and no other has a probability."""
+    logits = torch.full((7, vocab_size), -INF)
+    logits[:, [5, 11, 23]] = 1.0
+    noise = torch.ones(7, vocab_size)
+    noise[:, :5] = 0.0  # of tokens of probability 0
+    noise[1, 5] = 2.0
+    noise[2, [5, 11]] = NAN
+    noise[3, [5, 23]] = -1.0
+    noise[4, 23] = 0.0
+    noise[5] = INF
+    noise[6] = NAN
+    return logits, noise, [5, 11, 23, 11, 23, 5, 5]
+
+
 @pytest.mark.parametrize("settings", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 1e-4}], ids=str)
 def test_ties_and_noise_that_no_distribution_gives(backend, settings):
     # A list of the best has all of the shorter row.
     for vocab_size in (24, 5000):
-        logits = torch.full((7, vocab_size), -INF, device=backend.device)
-        logits[:, [5, 11, 23]] = 1.0
-        noise = torch.ones(7, vocab_size, device=backend.device)
-        noise[:, :5] = 0.0  # of tokens of probability 0
-        noise[1, 5] = 2.0
-        noise[2, [5, 11]] = NAN
-        noise[3, [5, 23]] = -1.0
-        noise[4, 23] = 0.0
-        noise[5] = INF
-        noise[6] = NAN
-        expected = [5, 11, 23, 11, 23, 5, 5]
+        logits, noise, expected = ties_and_odd_noise(vocab_size)
+        logits, noise = logits.to(backend.device), noise.to(backend.device)
         got = backend("sample", logits, noise=noise, **settings)
         assert got.tokens.flatten().tolist() == expected
         # The same where a mask hides the others, whatever their logits.
@@ -214,20 +220,6 @@ def test_rows_without_a_draw(backend, settings):
     other = backend("sample", logits.to(backend.device), seed=1, **given)
     assert torch.equal(got.tokens[:4], other.tokens[:4])
     assert torch.equal(got.logprobs[:4].nan_to_num(2), other.logprobs[:4].nan_to_num(2))
-
-
-def test_shapes_strides_and_empty_batches(backend):
-    logits, noise = random_logits(2, 3, 80).to(backend.device), exponential(2, 3, 80).to(backend.device)
-    for settings in ({}, {"top_k": 7}, {"top_k": torch.full((2, 3), 7, device=backend.device)}):
-        expected = backend(
-            "sample", logits.view(6, 80), noise=noise.view(6, 80), **{**settings, "top_k": 7} if settings else {}
-        )
-        for given in (noise, torch.cat([noise, noise], -1)[..., :80], noise.mT.contiguous().mT):
-            got = backend("sample", logits.mT.contiguous().mT, noise=given, **settings)
-            assert torch.equal(got.tokens.view(6, 1), expected.tokens)
-    one = backend("sample", logits[1, 2], noise=noise[1, 2])
-    assert one.tokens.shape == (1,) and torch.equal(one.tokens, backend("sample", logits, noise=noise).tokens[1, 2])
-    assert backend("sample", logits[:0], noise=noise[:0]).tokens.shape == (0, 3, 1)
 
 
 @pytest.mark.sanitize

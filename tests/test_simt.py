@@ -21,7 +21,7 @@ from fused_topk.cuda_runtime.kernel_source import source_folder
 from fused_topk.layout.topk_choice import KernelChoice, choose
 from fused_topk.problem import TopkProblem
 from fused_topk.rows import LogitRows
-from oracle import DTYPES, assert_same, assert_topk, expected, start
+from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import INF, adversarial_rows, random_logits
 from simt import build, sanitized
 from simt.cases import Case, Laid, check, kernel_of
@@ -29,6 +29,8 @@ from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result, row_topk
 from test_beam import check_beams, infinite_beams, unequal_beams
+
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
 # a vector, a lane, what 8 lanes hold, 8, 16 and 32 lanes, a tile, two of them, a part for each warp, three steps of parts; the k
@@ -108,12 +110,6 @@ for _case in cases():
     CASES.setdefault(kernel_of(_case), []).append(_case)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def machine():
-    if cause := build.unavailable():
-        pytest.skip(cause)
-
-
 def short(kernel: str) -> str:
     return kernel.replace("fused_topk::", "").replace(" ", "")
 
@@ -168,74 +164,6 @@ def test_every_kernel_is_tested():
     sources = (path.read_text() for path in source_folder().rglob("*.cu"))
     defined = [name for source in sources for name in re.findall(r"__global__[^{;]*?(\w+)\(const", source)]
     assert defined and sorted(name.split("::")[-1] for name in named) == sorted(defined)
-
-
-# 8 rows of 100: at a multiple of 16 bytes, not at one, and with elements that are not adjacent.
-PREPARED = {
-    "aligned": lambda memory: memory[:3200].view(torch.float32).view(8, 100),
-    "unaligned": lambda memory: memory[4:3204].view(torch.float32).view(8, 100),
-    "transposed": lambda memory: memory[:3200].view(torch.float32).view(100, 8).t(),
-}
-
-
-@pytest.mark.parametrize("name", PREPARED)
-def test_prepared_call_is_the_same_launch(name, monkeypatch):
-    """What functional.py keeps for calls like this one, against the launch that is computed anew."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
-    monkeypatch.setattr(kernels, "topk_choice", kernels.topk_choice.__wrapped__)
-    memory = torch.randn(1000).view(torch.uint8)
-    logits = PREPARED[name](memory)
-    problem = TopkProblem(LogitRows(logits), 5, "log_softmax", "allowed")
-    results = []
-    for is_prepared in (False, True):
-        out = empty_result(problem)
-        arrays = [Array(key, tensor, "output") for key, tensor in out._asdict().items()]
-        with emulated([Array("logits", logits, "input"), *arrays]) as outcomes:
-            if is_prepared:
-                like = torch.empty_strided(logits.shape, logits.stride(), device="meta")
-                operators.row_topk.prepare_cuda(problem._replace(rows=LogitRows(like)), torch.device("cuda", 0))(
-                    problem.rows, out
-                )
-            else:
-                start(kernels, problem, out)
-        outcomes[0].check()
-        results.append(out)
-    for anew, prepared in zip(*results, strict=True):
-        torch.testing.assert_close(prepared, anew, rtol=0, atol=0)
-    assert torch.equal(results[0].indices, logits.topk(5).indices)
-
-
-@pytest.mark.parametrize("name", PREPARED)
-def test_prepared_call_with_mask_and_row_temperature(name, monkeypatch):
-    """Both broadcast: one mask for all rows, one temperature for two rows. The plan is of meta tensors."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
-    monkeypatch.setattr(kernels, "topk_choice", kernels.topk_choice.__wrapped__)
-    logits = PREPARED[name](torch.randn(1000).view(torch.uint8))
-    mask, temperature = torch.rand(1, 100) < 0.5, torch.tensor([0.5, 2.0]).repeat(4)
-    given = TopkProblem(
-        LogitRows(logits, row_temperature=temperature, mask=mask.expand(8, 100)), 5, "log_softmax", "allowed"
-    )
-    like = given._replace(
-        rows=given.rows._replace(
-            **{
-                field: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-                for field, t in given.rows._asdict().items()
-                if isinstance(t, torch.Tensor)
-            }
-        )
-    )
-    out = empty_result(given)
-    outputs = [Array(key, tensor, "output") for key, tensor in out._asdict().items()]
-    inputs = [Array(*each, "input") for each in (("logits", logits), ("mask", mask), ("temperature", temperature))]
-    with emulated([*inputs, *outputs]) as outcomes:
-        operators.row_topk.prepare_cuda(like, torch.device("cuda", 0))(
-            LogitRows(logits, row_temperature=temperature, mask=mask), out
-        )
-    outcomes[0].check()
-    scores = (logits / temperature.unsqueeze(-1)).masked_fill(~mask, -torch.inf).double().log_softmax(-1)
-    want = scores.topk(5)
-    assert torch.equal(out.indices, want.indices)
-    torch.testing.assert_close(out.values.double(), want.values, rtol=0, atol=2e-6)
 
 
 def test_prepared_call_without_rows_launches_nothing(monkeypatch):

@@ -13,12 +13,15 @@ import torch
 
 from simt import build
 from simt.cases import Case, Laid, check
-from simt.emulate import replacing
+from simt.emulate import replacing, replacing_each
 from test_simt import check_bits_of_short_rows
 from test_simt_layouts import check_tokens_of_many_beams
 from test_simt_sampling import check_broad, check_case
 
-pytestmark = pytest.mark.exhaustive  # each fault is a build of its own
+pytestmark = [
+    pytest.mark.exhaustive,  # each fault is a build of its own
+    pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable())),
+]
 
 ONE_WARP = Case(257, 5, rows="2")
 # Its loads go to registers; those of longer rows may go to shared memory in the background.
@@ -198,16 +201,10 @@ FAULTS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def machine():
-    if cause := build.unavailable():
-        pytest.skip(cause)
-
-
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 def test_fault_is_reported(fault):
     for schedule in ("forward", "reverse", "random", "starve", "rush"):
-        laid = Laid(fault.case, edit=planted(fault), schedule=schedule, max_steps=3_000_000)
+        laid = Laid(fault.case, edit=replacing_each(fault.old, fault.new), schedule=schedule, max_steps=3_000_000)
         logits, settings, _ = fault.case.arguments("cpu")
         with pytest.raises(AssertionError):
             laid(fault.case.entry, logits, fault.case.k, **settings)
@@ -269,20 +266,7 @@ def test_wrong_results_are_reported(name):
 def test_report_names_the_seed_and_the_place():
     fault = FAULTS["two threads at one word"]
     with pytest.raises(AssertionError) as raised:
-        check(fault.case, edit=planted(fault), schedule="random", seed=17)
+        check(fault.case, edit=replacing_each(fault.old, fault.new), schedule="random", seed=17)
     report = str(raised.value)
     assert "schedule=random, seed=17" in report
     assert re.search(r"block \d+(,\d+)* thread \d+ \(warp \d+, lane \d+\) .*candidates\.cuh:\d+", report), report
-
-
-def planted(fault: Fault):
-    """The edit that plants it."""
-
-    def edit(source: str) -> str:
-        changed, count = re.subn(fault.old, fault.new, source)
-        # Not an AssertionError, which the test takes for the fault's own.
-        if not count:
-            raise LookupError(f"csrc/ no longer has {fault.old!r}: plant this fault elsewhere")
-        return changed
-
-    return edit

@@ -36,6 +36,18 @@ def run(problem: FullRowProblem, choice: FullRowChoice, out_dtype: torch.dtype, 
     return out
 
 
+def laid_over(choice: FullRowChoice, **how):
+    """The kernel of `choice` as a backend, for check(). how: as of run()."""
+
+    def of_choice(
+        entry: str, x: Tensor, *, temperature: float | Tensor = 1.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        scale = {"row_temperature" if isinstance(temperature, Tensor) else "temperature": temperature}
+        return run(FullRowProblem(LogitRows(x, **scale), entry), choice, dtype or x.dtype, **how)
+
+    return of_choice
+
+
 def empty_result(problem: FullRowProblem, out_dtype: torch.dtype) -> Tensor:
     """Memory for the result."""
     if problem.values == "logsumexp":
@@ -97,16 +109,9 @@ def test_kernels(kernel, blocks, vocab_size, dtype):
     choice = small_choice(kernel, vocab_size, dtype.itemsize, blocks)
     turn = SHAPES.index((kernel, blocks, vocab_size * dtype.itemsize // 4))
     for number, start in enumerate(STARTS):
-        x = shifted(logits, start)
+        backend = laid_over(choice, schedule=SCHEDULES[(turn + number) % len(SCHEDULES)], seed=turn)
         for values, out_dtype in results(dtype):
-
-            def of_choice(entry, x, values=values, out_dtype=out_dtype, number=number, **settings):
-                problem = FullRowProblem(LogitRows(x, temperature=0.7), values)
-                schedule = SCHEDULES[(turn + number) % len(SCHEDULES)]
-                return run(problem, choice, out_dtype, schedule=schedule, seed=turn)
-
-            wants = {} if values == "logsumexp" else {"dtype": out_dtype}
-            check(of_choice, values, x, temperature=0.7, **wants)
+            check(backend, values, shifted(logits, start), temperature=0.7, dtype=out_dtype)
 
 
 def a_case_of_each_kernel() -> dict[str, tuple]:
@@ -141,13 +146,8 @@ SHARDS = 4
 def test_every_kernel_once(shard):
     for case in list(a_case_of_each_kernel().values())[shard::SHARDS]:
         problem, choice = laid(*case)
-        out_dtype = case[-1]
-
-        def of_choice(entry, x, problem=problem, choice=choice, out_dtype=out_dtype, **settings):
-            return run(problem._replace(rows=problem.rows._replace(logits=x)), choice, out_dtype, schedule="random")
-
-        wants = {} if problem.values == "logsumexp" else {"dtype": out_dtype}
-        check(of_choice, problem.values, problem.rows.logits, temperature=0.7, **wants)
+        backend = laid_over(choice, schedule="random")
+        check(backend, problem.values, problem.rows.logits, temperature=0.7, dtype=case[-1])
 
 
 @pytest.mark.exhaustive
@@ -168,13 +168,8 @@ def run_sanitized(*case) -> None:
 @pytest.mark.parametrize("kernel", ("warp", "block", "grid"))
 def test_before_and_after_packed_maxima(kernel, architecture):
     for dtype in DTYPES.values():
-        logits = random_logits(3, 450, dtype=dtype)
         choice = small_choice(kernel, 450, dtype.itemsize)
-
-        def of_choice(entry, x, choice=choice, dtype=dtype, **settings):
-            return run(FullRowProblem(LogitRows(x), "softmax"), choice, dtype, architecture=architecture)
-
-        check(of_choice, "softmax", logits)
+        check(laid_over(choice, architecture=architecture), "softmax", random_logits(3, 450, dtype=dtype))
 
 
 @pytest.mark.exhaustive
@@ -185,24 +180,15 @@ def test_without_copies_in_the_background(kernel, blocks, start):
     logits = shifted(random_logits(3, 7004), start)
     choice = small_choice(kernel, 7004, 4, blocks, warps=4)
     assert choice.shared_vectors
-
-    def of_choice(entry, x, **settings):
-        problem = FullRowProblem(LogitRows(x), entry)
-        return run(problem, choice, torch.float32, architecture=75, schedule="random")
-
     for values in ("softmax", "logsumexp"):
-        check(of_choice, values, logits)
+        check(laid_over(choice, architecture=75, schedule="random"), values, logits)
 
 
 def test_blocks_that_wait_for_each_other_all_run():
     """9 x 512 threads: more than the machine runs at a time, unless it is a cooperative launch."""
     choice = small_choice("grid", 3400, 4, 9, warps=16)._replace(owners=1)
     assert choice.blocks(1) * choice.threads > 4096
-
-    def of_choice(entry, x, **settings):
-        return run(FullRowProblem(LogitRows(x), entry), choice, torch.float32)
-
-    check(of_choice, "softmax", random_logits(1, 3400))
+    check(laid_over(choice), "softmax", random_logits(1, 3400))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -211,26 +197,8 @@ def test_blocks_that_share_rows(schedule, rows, blocks, owners):
     """A group of blocks takes row after row, and one of its blocks may be a row ahead of another."""
     logits = random_logits(rows, 3000)
     choice = small_choice("grid", 3000, 4, blocks, warps=1)._replace(owners=owners)
-
-    def of_choice(entry, x, **settings):
-        return run(FullRowProblem(LogitRows(x), entry), choice, torch.float32, schedule=schedule, seed=7)
-
     for values in ("softmax", "logsumexp"):
-        check(of_choice, values, logits)
-
-
-def test_row_temperature_and_strides():
-    logits = random_logits(2, 3, 300)[:, ::2]
-    temperature = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
-
-    def of_choice(entry, x, **settings):
-        return run(
-            FullRowProblem(LogitRows(x, row_temperature=temperature), entry),
-            small_choice("block", 300, 4),
-            torch.float32,
-        )
-
-    check(of_choice, "log_softmax", logits, temperature=temperature)
+        check(laid_over(choice, schedule=schedule, seed=7), values, logits)
 
 
 @pytest.mark.parametrize("kernel", ["warp", "block", "shared", "grid", "long"])

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from fused_topk import TopK
-from fused_topk.problem import FullRowProblem
-from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, check, expected, problem_of
 from rows import NAN, packed, random_logits, random_mask, shifted
 from simt import build
 from simt.cases import Case, Laid
 from simt.row_topk import row_topk
 from test_beam import check_beams
-from test_simt_full_rows import run, small_choice
+from test_simt_full_rows import laid_over, small_choice
 from test_softmax import check as check_full_rows
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -50,15 +48,7 @@ def test_leading_dimensions_of_full_rows(sizes):
     """Two are walked; more are copied."""
     logits = turned(random_logits(*sizes, 300))
     temperature = turned(torch.linspace(0.3, 3.0, sizes.numel()).view(*sizes, 1))[..., 0]
-
-    def of_choice(entry, x, **settings):
-        return run(
-            FullRowProblem(LogitRows(x, row_temperature=temperature), entry),
-            small_choice("block", 300, 4),
-            torch.float32,
-        )
-
-    check_full_rows(of_choice, "log_softmax", logits, temperature=temperature)
+    check_full_rows(laid_over(small_choice("block", 300, 4)), "log_softmax", logits, temperature=temperature)
 
 
 @pytest.mark.parametrize("case", [Case(300, 8, beams=3), Case(2049, 4, beams=3, splits=2)], ids=str)

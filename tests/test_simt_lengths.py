@@ -76,18 +76,22 @@ def request(case: Case, rows: LogitRows, values: str, normalize: str = "allowed"
     return TopkProblem(rows, case.k, values, normalize)
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("is_long", [True, False], ids=["int64", "int32"])
-def test_topk_is_that_of_rows_with_negative_infinity(name, is_long):
+def check_bits(name: str, values: str = "log_softmax", is_long: bool = True, **how) -> None:
+    """Rows of all lengths against the same rows with -inf; `how`: of the former."""
     case = CASES[name]
     lengths = lengths_of(case)
     logits = random_logits(len(lengths), case.vocab_size, dtype=DTYPES[case.dtype])
     with_nan, hidden = (case._placed(x) for x in ragged(logits, lengths))
-    if not is_long:
-        lengths = lengths.int()
+    rows = LogitRows(with_nan, temperature=0.7, lengths=lengths if is_long else lengths.int())
+    got = topk(case, request(case, rows, values), **how)
+    assert_same(got, topk(case, request(case, LogitRows(hidden, temperature=0.7), values)))
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("is_long", [True, False], ids=["int64", "int32"])
+def test_topk_is_that_of_rows_with_negative_infinity(name, is_long):
     for values in ("log_softmax", "state"):
-        got = topk(case, request(case, LogitRows(with_nan, temperature=0.7, lengths=lengths), values))
-        assert_same(got, topk(case, request(case, LogitRows(hidden, temperature=0.7), values)))
+        check_bits(name, values, is_long)
 
 
 @pytest.mark.exhaustive
@@ -116,26 +120,26 @@ def test_topk_with_masks(name, normalize):
     assert_same(got, topk(case, request(case, LogitRows(hidden, mask=mask), "softmax", normalize)))
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("length", [0, 1, 1000, 1025, 9000])
-@pytest.mark.parametrize("masked", [False, True])
-def test_topk_reads_nothing_beyond_a_length(name, length, masked):
+def check_reads(name: str, length: int, masked: bool = False, **how) -> None:
     case = CASES[name]
     length = min(length, case.vocab_size - 1)
     logits = case._placed(random_logits(2, case.vocab_size, dtype=DTYPES[case.dtype]))
     mask = random_mask(2, case.vocab_size, share=0.9) if masked else None
     rows = LogitRows(logits, mask=mask, lengths=torch.tensor([length]).expand(2))
-    topk(case, request(case, rows, "logits"), readable=length)
+    topk(case, request(case, rows, "logits"), readable=length, **how)
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("length", [0, 1, 1000, 1025, 9000])
+@pytest.mark.parametrize("masked", [False, True])
+def test_topk_reads_nothing_beyond_a_length(name, length, masked):
+    check_reads(name, length, masked)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["a warp", "for many", "splits"])
 def test_topk_under_schedules(name, schedule):
-    case = CASES[name]
-    lengths = torch.tensor([case.k - 1, case.vocab_size // 3])
-    with_nan, hidden = ragged(random_logits(2, case.vocab_size, dtype=DTYPES[case.dtype]), lengths)
-    got = topk(case, request(case, LogitRows(with_nan, lengths=lengths), "log_softmax"), schedule=schedule)
-    assert_same(got, topk(case, request(case, LogitRows(hidden), "log_softmax")))
+    check_bits(name, schedule=schedule)
 
 
 @pytest.mark.parametrize("case", [Case(2500, 5, beams=3), Case(40_008, 60, beams=3, splits=2)], ids=["warps", "splits"])
@@ -156,17 +160,18 @@ FULL = [("warp", 1, 100), ("block", 1, 500), ("shared", 1, 1400), ("grid", 3, 30
 @pytest.mark.parametrize("offset", [0, 1, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_full_rows(kernel, blocks, vocab_size, offset, dtype):
-    vocab_size += offset
-    vocab_size *= 1 if dtype == "fp32" else 2
+    check_full_rows(kernel, blocks, (vocab_size + offset) * (1 if dtype == "fp32" else 2), dtype)
+
+
+def check_full_rows(kernel: str, blocks: int, vocab_size: int, dtype: str = "fp32", **how) -> None:
     choice = small_choice(kernel, vocab_size, DTYPES[dtype].itemsize, blocks)
     lengths = torch.tensor([0, 1, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 9, -1])
     logits = random_logits(len(lengths), vocab_size, dtype=DTYPES[dtype])
     with_nan, hidden = ragged(logits, lengths)
     for values in ("softmax", "log_softmax", "logsumexp"):
-        results = []
-        for rows in (LogitRows(with_nan, temperature=0.7, lengths=lengths), LogitRows(hidden, temperature=0.7)):
-            results.append(full(FullRowProblem(rows, values), choice))
-        got, want = results
+        rows = LogitRows(with_nan, temperature=0.7, lengths=lengths)
+        got = full(FullRowProblem(rows, values), choice, **how)
+        want = full(FullRowProblem(LogitRows(hidden, temperature=0.7), values), choice)
         assert torch.equal(got.isnan(), want.isnan())
         assert torch.equal(bits(got.nan_to_num(7.0)), bits(want.nan_to_num(7.0)))
 
@@ -202,45 +207,18 @@ FILTERS = {
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_draws(filters, blocks, is_masked):
-    vocab_size = 3001
+    check_draws(FILTERS[filters], blocks, is_masked)
+
+
+def check_draws(filters: dict, blocks: int = 1, is_masked: bool = False, **how) -> None:
     lengths = torch.tensor([0, 1, 7, 1024, 1025, 3000, 3001, 5000])
-    with_nan, hidden = ragged(random_logits(len(lengths), vocab_size), lengths)
+    with_nan, hidden = ragged(random_logits(len(lengths), 3001), lengths)
     mask = random_mask(*hidden.shape, share=0.7) if is_masked else None
     settings = {"mask": mask, "num_samples": 3, "blocks": blocks, "longest": 20, "name_of": 5}
-    got = draw(with_nan, FILTERS[filters], lengths=lengths, **settings)
-    want = draw(hidden, FILTERS[filters], **settings)
+    got = draw(with_nan, filters, lengths=lengths, **settings, **how)
+    want = draw(hidden, filters, **settings)
     assert torch.equal(got.tokens, want.tokens)
     assert torch.equal(got.logprobs.nan_to_num(7.0), want.logprobs.nan_to_num(7.0))
-
-
-def check_bits(name: str, **how) -> None:
-    """Rows of all lengths against the same rows with -inf; `how`: of the former."""
-    case = CASES[name]
-    lengths = lengths_of(case)
-    with_nan, hidden = ragged(random_logits(len(lengths), case.vocab_size, dtype=DTYPES[case.dtype]), lengths)
-    got = topk(case, request(case, LogitRows(with_nan, lengths=lengths), "log_softmax"), **how)
-    assert_same(got, topk(case, request(case, LogitRows(hidden), "log_softmax")))
-
-
-def check_reads(name: str, length: int, **how) -> None:
-    case = CASES[name]
-    rows = LogitRows(random_logits(2, case.vocab_size, dtype=DTYPES[case.dtype]), lengths=torch.tensor([length] * 2))
-    topk(case, request(case, rows, "logits"), readable=length, **how)
-
-
-def check_full_rows(**how) -> None:
-    lengths = torch.tensor([0, 1, 99, 498])
-    with_nan, hidden = ragged(random_logits(4, 500), lengths)
-    choice = small_choice("block", 500, 4)
-    got = full(FullRowProblem(LogitRows(with_nan, lengths=lengths), "softmax"), choice, **how)
-    assert torch.equal(got[1:], full(FullRowProblem(LogitRows(hidden), "softmax"), choice)[1:])
-
-
-def check_draws(**how) -> None:
-    lengths = torch.tensor([1, 7, 1025])
-    with_nan, hidden = ragged(random_logits(3, 3001), lengths)
-    got = draw(with_nan, {}, lengths=lengths, num_samples=3, **how)
-    assert torch.equal(got.tokens, draw(hidden, {}, num_samples=3).tokens)
 
 
 # A fault in the lines about lengths, and what tells of it.
@@ -270,9 +248,9 @@ FAULTS = {
     "whole rows with lengths that are read as if aligned": (
         "token + e < length ? __ldg(elements + e)",
         "token + e < end ? __ldg(elements + e)",
-        check_full_rows,
+        partial(check_full_rows, "block", 1, 501),
     ),
-    "draws of whole rows": ("return lengths ?", "return false ?", check_draws),
+    "draws of whole rows": ("return lengths ?", "return false ?", partial(check_draws, {})),
 }
 
 

@@ -12,11 +12,7 @@ from simt.build import Kernel
 from simt.launch import SCHEDULES, Array, Outcome, launch
 from simt.translate import translate
 
-
-@pytest.fixture(autouse=True, scope="module")
-def machine():
-    if cause := build.unavailable():
-        pytest.skip(cause)
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
 def run(source: str, *tensors: torch.Tensor, grid=(1,), threads=32, zeros=(), **how) -> Outcome:

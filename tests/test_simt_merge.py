@@ -171,16 +171,6 @@ def test_schedules(schedule, size, architecture):
         assert_topk(got, want, logits, "softmax_topk")
 
 
-@pytest.mark.parametrize("leading", [(), (1,), (2, 3), (2, 1, 3)], ids=str)
-def test_leading_dimensions(leading):
-    logits = random_logits(6, 300)
-    rows = torch.Size(leading).numel()
-    parts = [x[:, :rows].unflatten(1, leading) if leading else x[:, 0] for x in parts_of(logits, [100, 150], 9)[:4]]
-    got = run(MergeProblem(*parts, torch.tensor([100, 50, 150], dtype=torch.int32), 9, Scale(), "softmax", "allowed"))
-    like = logits[:rows].unflatten(0, leading) if leading else logits[0]
-    assert_topk(got, expected("softmax_topk", like, 9), like, "softmax_topk")
-
-
 def test_layouts_that_are_copied():
     """Entries apart, rows at two strides, temperatures at a stride."""
     logits = random_logits(6, 300)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from exact_draws import BROAD, SETTINGS, broad_rows, kept_weights, rows_of
 from fused_topk.layout import launch
 from oracle import DTYPES
 from rows import INF, NAN, packed, random_mask
 from simt import build
 from simt.launch import SCHEDULES
-from test_sampling import BROAD, SETTINGS, broad_rows, kept_weights, rows_of
-from test_sampling_noise import check_winners, exponential
+from test_sampling_noise import check_winners, exponential, ties_and_odd_noise
 from test_simt_sampling import draw
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -135,22 +135,13 @@ def test_long_parts(monkeypatch):
 )
 def test_ties_and_noise_that_no_distribution_gives(settings):
     for vocab_size, blocks in ((24, 1), (2100, 2)):
-        logits = torch.full((7, vocab_size), -INF)
-        logits[:, [5, 11, 23]] = 1.0
-        noise = torch.ones(7, vocab_size)
-        noise[:, :5] = 0.0  # of tokens of probability 0
-        noise[1, 5] = 2.0
-        noise[2, [5, 11]] = NAN
-        noise[3, [5, 23]] = -1.0
-        noise[4, 23] = 0.0
-        noise[5] = INF
-        noise[6] = NAN
+        logits, noise, expected = ties_and_odd_noise(vocab_size)
         for longest in (None, 1):
             given = {"noise": noise, "num_samples": 1, "blocks": blocks, "longest": longest}
             got = draw(logits, settings, **given)
-            assert got.tokens.flatten().tolist() == [5, 11, 23, 11, 23, 5, 5]
+            assert got.tokens.flatten().tolist() == expected
             got = draw(torch.ones_like(logits), settings, mask=logits != -INF, **given)
-            assert got.tokens.flatten().tolist() == [5, 11, 23, 11, 23, 5, 5]
+            assert got.tokens.flatten().tolist() == expected
 
 
 def test_rows_without_a_draw():

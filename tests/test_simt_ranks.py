@@ -19,6 +19,7 @@ from rows import NAN, adversarial_rows, packed, random_logits, random_mask, shif
 from simt import build
 from simt.emulate import emulated, replacing
 from simt.launch import SCHEDULES, Array
+from test_simt_token_sums import hidden_in_all_ways
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
@@ -52,18 +53,6 @@ def random_targets(rows: int, vocab_size: int, number: int) -> Tensor:
     targets[0] = torch.arange(number) - 2
     targets[-1] = vocab_size - 1 + torch.arange(number)
     return targets
-
-
-def hidden_in_all_ways(logits: Tensor) -> list[LogitRows]:
-    count, vocab_size = logits.shape
-    mask = random_mask(count, vocab_size, share=0.7)
-    lengths = (torch.arange(count) * (vocab_size // 3 + 1)).remainder(vocab_size + 1)
-    return [
-        LogitRows(logits),
-        LogitRows(logits, mask=mask),
-        LogitRows(logits, mask=packed(mask), lengths=lengths.int()),
-        LogitRows(logits, lengths=lengths),
-    ]
 
 
 @pytest.mark.parametrize("dtype", KERNELS)

@@ -5,8 +5,6 @@ and the result the reference's, bit for bit."""
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from oracle import DTYPES
 from routing import SCORINGS, assert_same, empty_result, random_problem, route
 from rows import NAN, packed, random_logits, random_mask, shifted
 from simt import build
-from simt.emulate import emulated, recorded
+from simt.emulate import emulated, recorded, replacing_each
 from simt.launch import SCHEDULES, Array, Outcome
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -113,17 +111,6 @@ def test_groups_of_all_sizes(groups):
             check(grouped(x, k=k, groups=groups, topk_groups=topk_groups), schedule="random")
 
 
-def planted(old: str, new: str) -> Callable[[str], str]:
-    def edit(source: str) -> str:
-        changed, count = re.subn(old, new, source)
-        if count != 1:
-            # Not an AssertionError, which a test takes for the fault's own.
-            raise LookupError(f"csrc/ has {old!r} {count} times: plant this fault elsewhere")
-        return changed
-
-    return edit
-
-
 FAULTS = {
     "keys read before they are written": (r"(log2_group_lanes;\s*const u32 groups.*\s*)__syncwarp\(\);", r"\1", {"race", "uninitialised"}),
     "groups compared before they are summed": (r"(scores\[g\] = best;\s*\}\s*)__syncwarp\(\);", r"\1", {"race", "uninitialised"}),
@@ -141,7 +128,7 @@ def test_fault_is_reported(old, new, kinds):
     # Rows of 60 are no whole vectors of 8.
     p = grouped(random_logits(1, 60, dtype=torch.bfloat16), groups=6, topk_groups=3, bias=None)
     for schedule in SCHEDULES:
-        _, outcome = run(p, schedule=schedule, edit=planted(old, new), max_steps=3_000_000)
+        _, outcome = run(p, schedule=schedule, edit=replacing_each(old, new), max_steps=3_000_000)
         assert kinds & {fault.kind for fault in outcome.faults}, (schedule, outcome.faults)
 
 
@@ -173,7 +160,7 @@ def test_wrong_results_are_seen(old, new):
     cases = [grouped(logits, bias=bias, k=17), grouped(logits, bias=None, k=17), grouped(random_logits(4, 256), k=17)]
     with pytest.raises(AssertionError):
         for p in cases:
-            got, _ = run(p, edit=planted(old, new))
+            got, _ = run(p, edit=replacing_each(old, new))
             assert_same(got, route(reference, p))
     for p in cases:
         check(p)

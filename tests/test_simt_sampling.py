@@ -13,17 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk import operators
-from fused_topk.backends import cuda, philox
-from fused_topk.layout import launch
-from fused_topk.problem import Kept, Sample, SampleProblem, TopK, TopkProblem
-from fused_topk.rows import LogitRows
-from oracle import DTYPES
-from rows import INF, NAN, packed, random_logits, random_mask
-from simt import build, sanitized
-from simt.emulate import emulated
-from simt.launch import SCHEDULES, Array
-from test_sampling import (
+from exact_draws import (
     BROAD,
     SETTINGS,
     broad_rows,
@@ -35,6 +25,16 @@ from test_sampling import (
     rows_of,
     uniforms,
 )
+from fused_topk import operators
+from fused_topk.backends import cuda, philox
+from fused_topk.layout import launch
+from fused_topk.problem import Kept, Sample, SampleProblem, TopK, TopkProblem
+from fused_topk.rows import LogitRows
+from oracle import DTYPES
+from rows import INF, NAN, packed, random_logits, random_mask
+from simt import build, sanitized
+from simt.emulate import emulated
+from simt.launch import SCHEDULES, Array
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
@@ -263,19 +263,6 @@ def test_long_parts(monkeypatch):
     assert launch.part_length_log2(9001) == 13
     for blocks in (1, 2):
         check_case("temperature", torch.float32, 9001, None, blocks=blocks)
-
-
-def test_the_best_are_returned_too():
-    """From the list that is drawn from, or by a launch of their own."""
-    logits = rows_of(300)
-    logits[1, 7] = NAN
-    expected = TopK(torch.empty(10, 4), torch.empty(10, 4, dtype=torch.int64), torch.empty(10))
-    operators.row_topk.reference(TopkProblem(LogitRows(logits), 4, "log_softmax", "allowed"), expected)
-    for blocks in (1, 2):
-        got = draw(logits, SETTINGS["top_p"], logprobs=4, blocks=blocks).topk
-        assert torch.equal(got.indices, expected.indices)
-        torch.testing.assert_close(got.values, expected.values, rtol=2e-6, atol=2e-6, equal_nan=True)
-        torch.testing.assert_close(got.logsumexp, expected.logsumexp, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 @pytest.mark.exhaustive

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk.problem import FullRowProblem, MergeProblem
-from fused_topk.rows import LogitRows
+from exact_draws import SETTINGS, check_draws, kept_weights, uniforms
+from fused_topk.problem import MergeProblem
 from fused_topk.scale import Scale
 from oracle import DTYPES, assert_topk, check, expected
 from rows import extreme_row, packed, random_mask
@@ -22,8 +22,7 @@ from simt import build
 from simt.cases import Case, Laid
 from test_beam import check_beams
 from test_merge import D_TOLERANCE, assert_same_state
-from test_sampling import SETTINGS, check_draws, kept_weights, uniforms
-from test_simt_full_rows import SHAPES, results, run, small_choice
+from test_simt_full_rows import SHAPES, laid_over, results, small_choice
 from test_simt_merge import parts_of
 from test_simt_merge import run as merged
 from test_simt_pieces import accumulated, wanted
@@ -107,12 +106,8 @@ def search_full_rows(seed: int) -> None:
     vocab_size *= 4 // dtype.itemsize
     logits = extreme_rows(vocab_size, 40, blocks, dtype, seed)
     values, out_dtype = results(dtype)[seed // 3 % 3]
-
-    def of_choice(entry: str, x: Tensor, **_settings) -> Tensor:
-        choice = small_choice(kernel, vocab_size, dtype.itemsize, blocks)
-        return run(FullRowProblem(LogitRows(x), values), choice, out_dtype, schedule="random", seed=seed)
-
-    check_full_rows(of_choice, values, logits, **({} if values == "logsumexp" else {"dtype": out_dtype}))
+    choice = small_choice(kernel, vocab_size, dtype.itemsize, blocks)
+    check_full_rows(laid_over(choice, schedule="random", seed=seed), values, logits, dtype=out_dtype)
 
 
 def search_merges(seed: int) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""token_logprobs(): log-probabilities and ranks of given tokens; and the ranks of drawn ones."""
+"""token_logprobs(): log-probabilities and ranks of given tokens, entropy and tail, against float64; and the ranks of drawn tokens."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +18,17 @@ from fused_topk.problem import RankProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same
 from rows import NAN, adversarial_rows, packed, random_logits, random_mask
+from spread import Exact, exact_spread, loss_of
 
 ALL_DTYPES = {**DTYPES, "fp64": torch.float64}
 
 
 def random_tokens(*shape: int, vocab_size: int) -> Tensor:
-    """Some of them none."""
+    """Some of them none, and of several some twice."""
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(len(shape)))
     tokens.view(-1)[::4] = -100
+    if len(shape) == 3:
+        tokens[..., 2] = tokens[..., 1]
     return tokens
 
 
@@ -38,68 +42,68 @@ def shown(logits: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor
     return x
 
 
-def assert_right(
-    got: TokenLogprobs,
-    logits: Tensor,
-    tokens: Tensor,
-    *,
-    temperature: Tensor | float = 1.0,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    normalize: str = "allowed",
-    ties: str = "index",
-) -> None:
-    """Of rows without NaN, against float64."""
-    x = shown(logits, mask, lengths)
-    scale = temperature.double().unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
-    over = shown(logits, None, lengths) if normalize == "all" else x
-    exact = x / scale - (over / scale).logsumexp(-1, keepdim=True)
-    of_row = (tokens if tokens.dim() == logits.dim() else tokens.unsqueeze(-1)).clamp(min=0)
-    wanted = exact.gather(-1, of_row).view(tokens.shape).where(tokens >= 0, torch.nan)
+def assert_right(got: TokenLogprobs, logits: Tensor, tokens: Tensor, *, ties: str = "index", **settings: Any) -> Exact:
+    """Of rows without NaN, against float64. settings: as of exact_spread()."""
+    of_row = tokens if tokens.dim() == logits.dim() else tokens.unsqueeze(-1)
+    exact = exact_spread(logits, of_row, **settings)
+    wanted = exact.logprobs.detach().view(tokens.shape)
     # The best token's as in oracle.py, with |z| <= |log-probability| + log V; the difference, its quotient and the sum are
     # rounded once each.
     unit = torch.finfo(got.logprobs.dtype).eps / 2
     bound = unit * (10 * wanted.abs() + 21 * math.log(logits.shape[-1]) + 22)
     same = (got.logprobs == wanted) | (got.logprobs.isnan() & wanted.isnan())
     assert (same | ((got.logprobs.double() - wanted).abs() <= bound)).all()
-    torch.testing.assert_close(got.logsumexp.double(), (over / scale).logsumexp(-1), rtol=1e-5, atol=1e-5)
-    if got.ranks is None:
-        return
-    theirs = x.gather(-1, of_row).unsqueeze(-1)
-    counts = x.unsqueeze(-2) == theirs
-    if ties == "index":
-        counts &= torch.arange(x.shape[-1], device=x.device) <= of_row.unsqueeze(-1)
-    ranks = (counts | (x.unsqueeze(-2) > theirs)).sum(-1).view(tokens.shape)
-    assert got.ranks.dtype == torch.int64 and torch.equal(got.ranks, ranks.where(tokens >= 0, 0))
+    torch.testing.assert_close(got.logsumexp.double(), exact.logsumexp, rtol=1e-5, atol=1e-5)
+    tolerance = 4e-6 if unit > 2.0**-30 else 1e-11
+    for found, wanted in ((got.entropy, exact.entropy), (got.tail, exact.tail)):
+        if found is not None:
+            torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if got.ranks is not None:
+        x = shown(logits.detach(), settings.get("mask"), settings.get("lengths"))
+        theirs = x.gather(-1, of_row.clamp(min=0)).unsqueeze(-1)
+        counts = x.unsqueeze(-2) == theirs
+        if ties == "index":
+            counts &= torch.arange(x.shape[-1], device=x.device) <= of_row.unsqueeze(-1)
+        ranks = (counts | (x.unsqueeze(-2) > theirs)).sum(-1).view(tokens.shape)
+        assert got.ranks.dtype == torch.int64 and torch.equal(got.ranks, ranks.where(tokens >= 0, 0))
+    return exact
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("normalize", ["allowed", "all"])
 @pytest.mark.parametrize("hides", ["nothing", "mask", "packed", "lengths", "both"])
 def test_against_float64(backend, dtype, normalize, hides):
+    """Of logits with ties, also far from 0; and their gradients."""
     if dtype == "fp64" and backend.name != "reference":
         pytest.skip("of the reference alone")
     device = backend.device
-    for vocab_size in (33, 4100):
-        # Rounded: with ties.
-        logits = (random_logits(3, 5, vocab_size, dtype=ALL_DTYPES[dtype], device=device) * 4).round() / 4
+    for vocab_size, several, ties in itertools.product((33, 4100), ((), (4,)), ("index", "last")):
+        logits = (random_logits(3, 5, vocab_size, device=device) * 4).round() / 4 + 1000 * (dtype in ("fp32", "bf16"))
+        logits = logits.to(ALL_DTYPES[dtype])
         mask = random_mask(3, 5, vocab_size, device=device, share=0.5) if hides in ("mask", "packed", "both") else None
         lengths = torch.arange(15, device=device).view(3, 5) * (vocab_size // 15) + 1 if hides in ("lengths", "both") else None  # fmt: skip
-        temperature = torch.linspace(0.5, 2.0, 15, dtype=torch.float64, device=device).view(3, 5).to(logits.dtype)
-        settings = {"mask": mask, "lengths": lengths, "normalize": normalize, "temperature": temperature.float()}
+        temperature = torch.linspace(0.5, 2.0, 15, device=device).view(3, 5)
+        settings = {"mask": mask, "lengths": lengths, "normalize": normalize, "temperature": temperature}
         given = {**settings, "mask": packed(mask) if hides == "packed" else mask}
+        tokens = random_tokens(3, 5, *several, vocab_size=vocab_size).to(device)
+        leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+        got = backend("token_logprobs", leaf, tokens, k=7, ranks=True, ties=ties, entropy=True, tail=True, **given)
+        want = assert_right(got, exact, tokens, ties=ties, **settings)
         best = backend("log_softmax_topk", logits, 7, **given)
-        for several, ties in itertools.product(((), (4,)), ("index", "last")):
-            tokens = random_tokens(3, 5, *several, vocab_size=vocab_size).to(device)
-            got = backend("token_logprobs", logits, tokens, k=7, ranks=True, ties=ties, **given)
-            assert type(got) is TokenLogprobs
-            assert_right(got, logits, tokens, ties=ties, **settings)
-            assert_same(got.topk, best)
-            # Nobody's result depends on what else is asked for.
-            plain = backend("token_logprobs", logits, tokens, **given)
-            assert plain.ranks is None and plain.topk is None
-            assert torch.equal(plain.logprobs.nan_to_num(7.0), got.logprobs.nan_to_num(7.0))
-            assert torch.equal(plain.logsumexp, got.logsumexp)
+        assert_same(type(best)(*(x.detach() for x in got.topk)), best)
+        loss_of(got.logprobs.view(want.logprobs.shape), got.entropy, got.tail, got.logsumexp).backward()
+        loss_of(*want[:1], *want[2:4], want.logsumexp).backward()
+        unit = torch.finfo(logits.dtype).eps
+        torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=unit, atol=max(unit, 2e-7) * 30)
+        # Nobody's result depends on what else is asked for.
+        plain = backend("token_logprobs", logits, tokens, **given)
+        assert plain.ranks is plain.topk is plain.entropy is plain.tail is None
+        assert torch.equal(plain.logprobs.nan_to_num(7.0), got.logprobs.nan_to_num(7.0))
+        assert torch.equal(plain.logsumexp, got.logsumexp)
+        for one in ("entropy", "tail"):
+            alone = backend("token_logprobs", logits, tokens, **{one: True}, **given)
+            assert torch.equal(getattr(alone, one), getattr(got, one))
+            assert alone.entropy is None or alone.tail is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -179,36 +183,12 @@ def test_a_common_offset_costs_nothing(backend):
     assert_right(backend("token_logprobs", logits, tokens), logits, tokens)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)], ids=str)
-def test_few_rows(backend, shape):
-    logits = random_logits(*shape, 9, device=backend.device)
-    for several in ((), (2,)):
-        tokens = torch.ones((*shape, *several), dtype=torch.int64, device=backend.device)
-        got = backend("token_logprobs", logits, tokens, ranks=True, k=2)
-        assert got.logprobs.shape == got.ranks.shape == (*shape, *several) and got.topk.values.shape == (*shape, 2)
-
-
 def test_positions_that_do_not_merge(backend):
     logits = random_logits(3, 20, 33, device=backend.device)
     # Without its last position the batch does not merge with the positions.
     for view in (logits, logits[:, :-1], logits.transpose(0, 1)):
         tokens = random_tokens(*view.shape[:-1], vocab_size=33).to(backend.device)
         assert_right(backend("token_logprobs", view, tokens, ranks=True), view, tokens)
-
-
-@pytest.mark.parametrize("normalize", ["allowed", "all"])
-def test_gradcheck(normalize):
-    logits = random_logits(3, 9, dtype=torch.float64).requires_grad_()
-    mask = torch.ones(3, 9, dtype=torch.bool)
-    mask[:, 2] = mask[1, 5] = False
-    settings = {"normalize": normalize, "temperature": 0.7, "k": 2}
-    for tokens in (torch.tensor([4, 1, 8]), torch.tensor([[4, 1], [3, 3], [8, 0]])):
-
-        def results(x, tokens=tokens):
-            found = fused_topk.token_logprobs(x, tokens, mask=mask, **settings)
-            return found.logprobs, found.logsumexp, found.topk.values
-
-        assert torch.autograd.gradcheck(results, logits)
 
 
 def test_a_constant_has_no_gradient():
@@ -218,62 +198,6 @@ def test_a_constant_has_no_gradient():
     mask[3] = False
     fused_topk.token_logprobs(logits, torch.tensor([3, -1]), mask=mask).logprobs.sum().backward()
     assert (logits.grad == 0).all()
-
-
-def test_compiled(backend):
-    torch._dynamo.reset()
-    logits, tokens = random_logits(3, 40, device=backend.device), torch.tensor([3, -1, 39], device=backend.device)
-
-    def call(x, t):
-        found = backend("token_logprobs", x, t, k=5, ranks=True, ties="last")
-        return found.logprobs, found.logsumexp, found.ranks, *found.topk
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for a, b in zip(compiled(logits, tokens), call(logits, tokens)):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)
-    gradients = []
-    for run in (compiled, call):
-        leaf = logits.clone().requires_grad_()
-        run(leaf, tokens)[0].nan_to_num(0.0).sum().backward()
-        gradients.append(leaf.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(40,), (2, 3, 40), (0, 40)], ids=str)
-def test_opcheck(backend, shape):
-    logits = random_logits(*shape, device=backend.device)
-    targets = torch.ones(*shape[:-1], 2, dtype=torch.int64, device=backend.device)
-    torch.library.opcheck(torch.ops.fused_topk.target_ranks.default, (*LogitRows(logits), targets, True, backend.name))
-
-
-def test_meta_tensors():
-    logits, tokens = torch.empty(2, 9, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
-    got = fused_topk.token_logprobs(logits, tokens, ranks=True)
-    assert got.logprobs.shape == got.ranks.shape == (2,) and got.ranks.dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"normalize": "topk"}, ValueError, "`normalize` must be 'allowed' or 'all' for token_logprobs, got 'topk'"),
-        ({"ties": "first"}, ValueError, "`ties` must be one of 'index', 'last', got 'first'"),
-        ({"k": 10}, ValueError, "`k` must satisfy 1 <= k <= 9"),
-        ({"k": -1}, ValueError, "`k` must satisfy 1 <= k <= 9"),
-        ({"tokens": torch.tensor([1, 9])}, ValueError, "`tokens` must be below the vocabulary size 9, got 9"),
-        ({"tokens": torch.tensor([[1, 2]])}, ValueError, r"`tokens` must have the shape \(2,\) of the positions"),
-        ({"tokens": torch.tensor([1, 2]).int()}, TypeError, "`tokens` must be int64, got torch.int32"),
-        ({"tokens": torch.empty(2, 0, dtype=torch.int64)}, ValueError, "`tokens` must have at least one token a row"),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
-def test_what_is_wrong(arguments, error, message):
-    """An error before anything is computed, of rows and of a head alike."""
-    given = {"tokens": torch.tensor([1, 2]), **arguments}
-    message = message.replace("token_logprobs", "(linear_)?token_logprobs")
-    with pytest.raises(error, match=message):
-        fused_topk.token_logprobs(torch.zeros(2, 9), **given)
-    with pytest.raises(error, match=message):
-        fused_topk.linear_token_logprobs(torch.zeros(2, 4), torch.zeros(9, 4), **given)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
@@ -293,13 +217,63 @@ def test_ranks_of_draws(backend, dtype, hides):
     assert got.ranks.dtype == torch.int64 and torch.equal(got.ranks, want)
 
 
-def test_ranks_of_draws_in_every_form(backend):
-    logits = random_logits(3, 40, device=backend.device)
-    best = backend("sample", logits, temperature=0, ranks=True)
-    assert best.ranks.tolist() == [[1], [1], [1]]
-    assert backend("sample", logits[0], temperature=0, ranks=True).ranks.tolist() == [1]
-    assert backend("sample", logits[:0], temperature=0, ranks=True).ranks.shape == (0, 1)
-    compiled = torch.compile(lambda x: backend("sample", x, seed=1, ranks=True), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(logits).ranks, backend("sample", logits, seed=1, ranks=True).ranks)
-    with pytest.raises(TypeError, match="`ranks` must be a bool, got int; pass True or False"):
-        backend("sample", logits, ranks=1)
+# Entropy and tail.
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_special_values(backend, dtype):
+    """One token that counts, none, +inf, NaN; of one token; and what no gradient may reach."""
+    nan, inf = torch.nan, torch.inf
+    logits = torch.tensor(
+        [[0.0, 5.0, 1.0, 2.0], [3.0, -inf, -inf, -inf], [-inf] * 4, [0.0, inf, 1.0, 0.0], [0.0, nan, 1.0, 0.0]],
+        dtype=DTYPES[dtype],
+        device=backend.device,
+        requires_grad=True,
+    )
+    mask = torch.ones(5, 4, dtype=torch.bool, device=backend.device)
+    mask[0] = torch.tensor([False, True, False, False])
+    tokens = torch.tensor([1, 0, 0, 0, 0], device=backend.device)
+    found = backend("token_logprobs", logits, tokens, mask=mask, entropy=True, tail=True)
+    assert found.entropy.tolist()[:2] == [0.0, 0.0] and found.entropy[2:].isnan().all()
+    assert found.tail.tolist()[:2] == [-inf, -inf] and found.tail[2:].isnan().all()
+    (found.entropy[:2].sum() + found.tail[:2].exp().sum() + (found.tail[:2] * 0.5).sum()).backward()
+    assert torch.equal(logits.grad[:2], torch.zeros_like(logits.grad[:2]))
+    one = backend("token_logprobs", logits[:1, :1].detach(), tokens[:1] * 0, entropy=True, tail=True)
+    assert one.entropy.tolist() == [0.0] and one.tail.tolist() == [-inf]
+    none = backend("token_logprobs", logits[:0].detach(), tokens[:0], entropy=True, tail=True)
+    assert none.entropy.shape == none.tail.shape == (0,)
+
+
+def test_a_tail_keeps_its_digits(backend):
+    """Where the given tokens have all but e^-200 of the probability, and a common offset takes digits of the logits."""
+    logits = torch.full((1, 5000), -200.0, device=backend.device)
+    logits[0, 17], logits[0, 4500] = 0.0, 1.0
+    for offset in (0.0, 8192.0):
+        x = (logits + offset).requires_grad_()
+        found = backend(
+            "token_logprobs", x, torch.tensor([[4500, 17, 17]], device=backend.device), entropy=True, tail=True
+        )
+        want = exact_spread(x.detach(), torch.tensor([[4500, 17, 17]], device=backend.device))
+        torch.testing.assert_close(found.tail.double(), want.tail, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-6, atol=0)
+        found.tail.sum().backward()
+        # The softmax of those that are left, and the probabilities of the two.
+        torch.testing.assert_close(x.grad[0, :17], torch.full((17,), 1 / 4998, device=x.device), rtol=1e-5, atol=0)
+        torch.testing.assert_close(x.grad[0, [17, 4500]], -want.logprobs[0, [1, 0]].exp().float(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("normalize", ["allowed", "all"])
+def test_second_gradients(normalize):
+    logits = random_logits(3, 9).double().requires_grad_()
+    tokens = torch.tensor([[0, 1], [3, 3], [-1, 8]])
+    mask = random_mask(3, 9, share=0.7)
+    mask[:, 8] = True
+
+    def function(logits):
+        found = fused_topk.token_logprobs(
+            logits, tokens, temperature=0.7, mask=mask, normalize=normalize, entropy=True, tail=True
+        )
+        return found.entropy, found.tail
+
+    assert torch.autograd.gradgradcheck(function, logits)

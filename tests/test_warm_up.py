@@ -207,25 +207,6 @@ def test_what_the_functions_would_refuse_is_refused(arguments, options, message)
         fused_topk.warm_up(*arguments, **options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        ((torch.zeros(2, 10), 2), {}, r"`shapes` must be one or several shapes .* got tensor"),
-        (((2, (3, 10)), 2), {}, r"`shapes` must be one or several shapes .* got 2"),
-        (([(2, 10), ("3", 10)], 2), {}, r"`shapes` must be one or several shapes .* got \('3', 10\)"),
-        (((True, 10), 2), {}, r"`shapes` must be one or several shapes .* got \(True, 10\)"),
-        (((2, 10), "8"), {"functions": "sample"}, r"`k` must be an int, got str"),
-        (((2, 10), None), {}, r"`k` must be an int, got NoneType"),
-        (((2, 10), 2), {"functions": [fused_topk.topk]}, r"`functions` must be a str, got function"),
-        (((2, 10), 2), {"dtypes": [torch.int64]}, r"`dtypes` must be of float32, .* got torch.int64"),
-        (((2, 10), 2), {"mask": torch.ones(2, 10)}, r"`mask` must be a bool, got Tensor"),
-    ],
-)
-def test_arguments_of_a_wrong_kind_are_refused(arguments, options, message):
-    with pytest.raises(TypeError, match=message):
-        fused_topk.warm_up(*arguments, **options)
-
-
 def test_a_gpu_that_there_is_not_is_refused(gpus):
     with pytest.raises(ValueError, match=r"`device` must be a GPU that torch sees, which are 2, got cuda:9"):
         fused_topk.warm_up((2, 10), 2, device="cuda:9")

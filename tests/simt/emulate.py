@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -82,6 +83,18 @@ def replacing(old: str, new: str) -> Callable[[str], str]:
         if source.count(old) != 1:
             raise ValueError(f"found {source.count(old)} times: {old}")
         return source.replace(old, new)
+
+    return edit
+
+
+def replacing_each(pattern: str, new: str) -> Callable[[str], str]:
+    """As replacing(), of all that a regular expression finds."""
+
+    def edit(source: str) -> str:
+        changed, count = re.subn(pattern, new, source)
+        if not count:
+            raise LookupError(f"csrc/ has no {pattern!r}: plant this fault elsewhere")
+        return changed
 
     return edit
 
