@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arguments import check_head, check_hidden, check_no_transform, logits_of_head
 from ..gone import refuse
 from ..operators import linear_sampling
-from ..problem import Sample, SampleProblem
+from ..problem import Sample
 from . import autocast, sampling
 
 
@@ -91,11 +91,10 @@ def linear_sample(
     logits = logits_of_head(hidden, weight)
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, topk, logprobs, kept, backend)
-    rows, filters = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, *request)
+    rows, checked = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, *request)
     check_no_transform("linear_sample")
     of_seed, of_counter = sampling.names_of(seed, counter, generator, logits)
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    rows = rows.with_logits(hidden)
-    problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, topk, logprobs == "kept", kept)
+    problem = sampling.problem_of(rows.with_logits(hidden), checked, of_seed, of_counter, request)
     result = linear_sampling.linear_sample(problem, weight, bias, backend)
     return result if hidden.dim() == 2 else sampling.shaped(result, hidden.shape[:-1])

@@ -120,7 +120,7 @@ def router_topk(
         and backend in _BACKENDS
         and (out is None or _may_be_plain(out))
     ):
-        rows = plain_rows(logits, mask=mask, out=out or ())
+        rows = plain_rows(logits, mask=mask, others=out or ())
         if rows is not None and (
             bias is None
             or (is_plain(bias, logits, result_dtype(logits.dtype), logits.shape[-1:]) and bias.is_contiguous())

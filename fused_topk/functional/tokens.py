@@ -17,12 +17,13 @@ from ..arguments import (
     check_same_device,
     check_tensor,
     is_readable,
+    number_outside,
 )
 from ..operators.ranks import target_ranks
-from ..operators.row_topk import row_topk
+from ..operators.row_topk import plan, row_topk
 from ..operators.token_spread import token_spread
 from ..problem import TokenLogprobs
-from ..row_arguments import check_rows
+from ..row_arguments import check_rows, plain_rows
 from ..rows import LogitRows
 
 _TIES = ("index", "last")
@@ -91,12 +92,21 @@ def token_logprobs(
     check_flags(ranks=ranks, entropy=entropy, tail=tail)
     check_ties(ties)
     check_backend(backend)
-    rows = check_rows(logits, temperature, mask, lengths)
-    check_list("k", k, logits.shape[-1])
-    check_tokens(tokens, logits)
+    is_plain = type(tokens) is Tensor and type(k) is int
+    rows = plain_rows(logits, temperature, mask, lengths, (tokens,)) if is_plain else None
+    if rows is not None:
+        # The plan of the layout checks the rows and k.
+        planned = plan(logits.device, rows.layout(), k or 1, "log_softmax", normalize, backend)
+        are_known = check_tokens(tokens, logits)
+        best, rows = planned.run(rows), rows.broadcast()
+    else:
+        rows = check_rows(logits, temperature, mask, lengths)
+        check_list("k", k, logits.shape[-1])
+        are_known = check_tokens(tokens, logits)
+        best = row_topk(rows, k or 1, "log_softmax", normalize, backend)
     of_row = tokens if tokens.dim() == logits.dim() else tokens.unsqueeze(-1)
-    best = row_topk(rows, k or 1, "log_softmax", normalize, backend)
-    logprobs = _logprobs(rows, of_row, best.values[..., :1], best.indices[..., :1])
+    values, indices = (best.values, best.indices) if k <= 1 else (best.values[..., :1], best.indices[..., :1])
+    logprobs = _logprobs(rows, of_row, are_known, values, indices)
     counted = target_ranks(rows, of_row, ties == "last", backend) if ranks else None
     of_entropy = of_tail = None
     if entropy or tail:
@@ -117,9 +127,9 @@ def check_ties(ties: Any) -> None:
     check_choice("ties", ties, _TIES)
 
 
-def check_tokens(tokens: Any, logits: Tensor, is_part: bool = False) -> None:
-    """Checks one token a row, or several in a last dimension. is_part: whether `logits` have only a part of the vocabulary, which
-    tokens may lie outside of."""
+def check_tokens(tokens: Any, logits: Tensor, is_part: bool = False) -> bool:
+    """Checks one token a row, or several in a last dimension. Returns whether all are known to be in the row. is_part: whether
+    `logits` have only a part of the vocabulary, which tokens may lie outside of."""
     check_tensor("tokens", tokens)
     if tokens.dtype != torch.int64:
         raise TypeError(f"`tokens` must be int64, got {tokens.dtype}; use .long()")
@@ -132,25 +142,30 @@ def check_tokens(tokens: Any, logits: Tensor, is_part: bool = False) -> None:
             "for a causal model drop the last position and the first token"
         )
     check_same_device("tokens", tokens, logits)
-    if is_part or not tokens.numel() or not is_readable(tokens):
-        return
-    greatest = int(tokens.max())
-    if greatest >= logits.shape[-1]:
+    if is_part or not is_readable(tokens):
+        return False
+    last = logits.shape[-1] - 1
+    if number_outside(tokens, 0, last) is None:
+        return True
+    wrong = number_outside(tokens, -torch.inf, last)
+    if wrong is not None:
         raise ValueError(
-            f"`tokens` must be below the vocabulary size {logits.shape[-1]}, got {greatest}; negative ones mark positions "
-            "without a token"
+            f"`tokens` must be below the vocabulary size {last + 1}, got {wrong}; negative ones mark positions without a token"
         )
+    return False
 
 
-def _logprobs(rows: LogitRows, tokens: Tensor, first: Tensor, index: Tensor) -> Tensor:
-    """index, first: the best token, and its log-probability, NaN in a row without probabilities."""
+def _logprobs(rows: LogitRows, tokens: Tensor, are_known: bool, first: Tensor, index: Tensor) -> Tensor:
+    """are_known: whether all tokens are known to be in the row. index, first: the best token, and its log-probability, NaN in a row
+    without probabilities."""
     # Computed as a difference to the best token, so a common offset of the logits costs no digits.
-    places = tokens.clamp(0, rows.logits.shape[-1] - 1)
+    places = tokens if are_known else tokens.clamp(0, rows.logits.shape[-1] - 1)
     best = rows.logits.gather(-1, index).to(first.dtype)
-    # -inf - -inf would be NaN. A row whose best logit is -inf has no greater one.
-    best = best.where(best != -torch.inf, 0.0)
+    if rows.hides():
+        # -inf - -inf would be NaN. A row whose best allowed logit is -inf has no greater one.
+        best = best.masked_fill(best == -torch.inf, 0.0)
     logprobs = first + rows.scale().log_weight(rows.logits.gather(-1, places).to(first.dtype), best)
     counted = rows.counted_at(places)
     if counted is not None:
         logprobs = logprobs.where(counted | first.isnan(), -torch.inf)
-    return logprobs.where(tokens >= 0, torch.nan)
+    return logprobs if are_known else logprobs.masked_fill(tokens < 0, torch.nan)
