@@ -7,7 +7,6 @@ probability relatively by the same, logsumexp by u (5 |m / T| + 7 log V + 22). A
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 import fused_topk
 from choices import of_full_rows as alternatives
-from fused_topk.functional import full_rows
 from fused_topk.layout.full_row_choice import choose_full_row
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, bits, start_full_rows
@@ -410,10 +408,3 @@ def test_every_choice_holds_its_row(capability, shared, multiprocessors, itemsiz
             for rows in (1, 5, 1000):
                 blocks = choice.blocks(rows)
                 assert not choice.is_cooperative or choice.blocks_per_row <= blocks <= resident * multiprocessors
-
-
-def test_docstrings_name_every_argument():
-    for function in (full_rows.softmax, full_rows.log_softmax, full_rows.logsumexp):
-        names = function.__code__.co_varnames[: function.__code__.co_argcount + function.__code__.co_kwonlyargcount]
-        # getdoc() removes the indentation, which Python 3.13 does not keep.
-        assert all(f"\n    {name}: " in inspect.getdoc(function) for name in names)

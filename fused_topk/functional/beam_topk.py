@@ -39,14 +39,11 @@ def beam_topk(
     Equals `torch.topk((log_softmax(logits.float(), -1) + beam_scores[..., None]).flatten(1), k)`.
 
     Args:
-        logits: shape (batch, beams, V). See :func:`softmax_topk`, which describes all arguments.
+        logits: shape (batch, beams, V).
         beam_scores: shape (batch, beams), the accumulated log-probability of each beam.
         k: the number of results per sequence, 1 <= k <= beams * V.
-        temperature: a positive number, or a tensor with one number per row, broadcastable to (batch, beams).
-        mask: the tokens that may be chosen.
-        lengths: how many of a beam's first tokens there are, one number a beam, broadcastable to (batch, beams).
         normalize: "allowed" (the mask comes before log_softmax) or "all" (after it, as in transformers' beam search).
-        backend: None, "cuda", "cpu" or "reference".
+        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         TopK with values float32 (batch, k), the accumulated log-probabilities; indices int64 (batch, k), each

@@ -35,17 +35,10 @@ def softmax(
         logits: shape (..., V), float32, float16, bfloat16 or float64, any strides, any device. Rows with adjacent
             elements are read in place, others are copied first.
         dim: the dimension that sums to 1.
-        temperature: divides the logits. A positive number, or a floating-point tensor with one number per row,
-            broadcastable to the shape of `logits` without `dim`. The values of a CPU tensor are checked. Those of a
-            CUDA tensor are not: a row whose temperature is not positive has NaN results.
         mask: the tokens that count, as for :func:`softmax_topk`: bool or packed int32. The others have the probability 0, in one
             more pass over the logits.
-        lengths: how many of a row's first tokens there are: int32 or int64, 0 <= length <= V, broadcastable to the shape of
-            `logits` without `dim`. A token at or beyond its row's length counts as a logit of -inf, whatever lies there, and
-            is not read. The values of a CPU tensor are checked; those of a CUDA tensor are clamped.
         dtype: the dtype of the result: None for the dtype of `logits`, or torch.float32.
-        backend: None picks the fastest backend that works, and falls back to torch operations. "cuda", "cpu" (native)
-            and "reference" (torch operations) name one; if it does not work, the call raises.
+        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         A tensor of the shape of `logits`.
@@ -57,10 +50,7 @@ def softmax(
 
     Contract:
         Sums are float32 or more precise for every dtype. The result is rounded once, to its dtype. A row with a NaN or
-        a +inf, or of only -inf, is NaN, as in torch. Deterministic: the same row gives the same bits in every call and
-        in every batch. A call does not wait for the device, except the first call of a kernel on a GPU (see
-        :func:`warm_up`). Can be captured in a CUDA graph and compiled with fullgraph=True. Differentiable with respect
-        to the logits.
+        a +inf, or of only -inf, is NaN, as in torch. The rest is in docs/promises.md. Differentiable with respect to the logits.
     """
     return _values("softmax", logits, dim, temperature, mask, lengths, dtype, backend)
 
@@ -80,17 +70,8 @@ def log_softmax(
     >>> log_softmax(torch.tensor([0.0, 0.0]))
     tensor([-0.6931, -0.6931])
 
-    They are computed as (x - m) / T - log d with the row's maximum m. So a large common offset of the logits costs no
-    accuracy.
-
     Args:
-        logits: see :func:`softmax`, which describes all arguments.
-        dim: the vocabulary dimension.
-        temperature: a positive number, or a tensor with one number per row.
-        mask: the tokens that count, bool or packed int32.
-        lengths: how many of a row's first tokens there are, one number a row.
-        dtype: None, or torch.float32.
-        backend: None, "cuda", "cpu" or "reference".
+        The arguments are those of :func:`softmax`.
 
     Returns:
         A tensor of the shape of `logits`.
@@ -116,12 +97,7 @@ def logsumexp(
     tensor(0.6931)
 
     Args:
-        logits: see :func:`softmax`, which describes all arguments.
-        dim: the vocabulary dimension.
-        temperature: a positive number, or a tensor with one number per row.
-        mask: the tokens that count, bool or packed int32.
-        lengths: how many of a row's first tokens there are, one number a row.
-        backend: None, "cuda", "cpu" or "reference".
+        The arguments are those of :func:`softmax`.
 
     Returns:
         float32 of the shape of `logits` without `dim` (float64 for float64 logits). A row with NaN gives NaN, another

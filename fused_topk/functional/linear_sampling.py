@@ -44,23 +44,8 @@ def linear_sample(
     `temperature` on, for logits of shape (..., V).
 
     Args:
-        hidden: shape (..., H), float32, float16, bfloat16 or float64, any strides, any device.
-        weight: shape (V, H), the dtype and the device of `hidden`, any strides: that of `torch.nn.Linear`.
-        bias: shape (V,), likewise, or None.
-        temperature: divides the logits; 0 takes the best token. This, top_k, top_p and min_p are one number, or a tensor with one
-            number a row.
-        mask: the tokens that may be drawn, bool or packed int32.
-        top_k: keeps the k most likely tokens, and all that tie with the k-th. 0 or -1 keeps all.
-        top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`. 1 keeps all.
-        min_p: keeps the tokens whose probability is at least `min_p` times that of the most likely one. 0 keeps all.
-        seed: names the random numbers: an int, or an int64 tensor with one a row.
-        counter: which draw of its seed it is: an int, or an int64 tensor with one a row.
-        generator: names the random numbers where there is no `seed`.
-        num_samples: independent draws from each row.
-        topk: how many of the row's best tokens to return as well; 0 for none.
-        logprobs: "model", or "kept" for log-probabilities of the distribution that was drawn from.
-        kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
         backend: None, "cuda", "cpu" or "reference": what draws. The product is always the library's.
+        The other arguments are those of :func:`linear_softmax_topk` and, for the logits, of :func:`sample`.
 
     Returns:
         Sample with tokens int64 (..., num_samples), logprobs float32 (..., num_samples), topk, the TopK of the row's
@@ -79,7 +64,6 @@ def linear_sample(
         border between two tokens, or a token that near to the border of what is kept.
         Memory: at most 64 MB beyond the result, or what one row takes where V is in the millions. If the logits of all rows need
         more, the call takes the rows in blocks, one after another. Each block reads the weight.
-        Does not wait for the device, whatever is kept. Can be captured in a CUDA graph and compiled with fullgraph=True.
         torch.autocast: as for :func:`linear_softmax_topk`.
         Deterministic as the library's product is. Not differentiable.
     """

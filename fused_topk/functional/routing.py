@@ -102,8 +102,6 @@ def router_topk(
         NaN: with sigmoid and sqrtsoftplus an expert whose logit is NaN comes first and has the weight NaN; normalized, all of the
         row's weights are NaN. With softmax a row with NaN, with +inf, or of only -inf has scores of NaN, as in torch: its weights
         are NaN, and its experts follow by index, those with logits of -inf last. +inf has the sigmoid 1 and sqrtsoftplus +inf.
-        Deterministic: a row gives the same bits in every call, in every batch. A call does not wait for the device, except the
-        first one of a kernel on a GPU. Can be captured in a CUDA graph and compiled with fullgraph=True.
         The weights are differentiable with respect to the logits, as a function of the experts that are chosen: the choice has no
         gradient. That of the bias, which has an effect on the choice alone, is zero.
     """

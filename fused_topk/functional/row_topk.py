@@ -87,15 +87,8 @@ def softmax_topk(
         RuntimeError: the requested backend does not work here, or a kernel does not compile.
 
     Contract:
-        Order: greater logits first, NaN above +inf; equal logits (-0 equals +0) by smaller index. So the indices are
-        fully determined: they are equal on every backend and in every run. They are always in range and distinct.
-        There are always k results. Where fewer tokens are allowed or finite, the rest have probability 0.
-        A row with NaN has NaN values and a NaN logsumexp. Another row with +inf has NaN values and the logsumexp +inf.
-        A row of only -inf, or with no allowed token, has NaN values, the logsumexp -inf and the indices 0 ... k - 1.
-        Deterministic: the same row gives the same bits in every call and in every batch.
-        A call does not wait for the device, except the first call of a kernel on a GPU, which compiles and loads it.
-        :func:`warm_up` does that ahead. Can be captured in a CUDA graph and compiled with fullgraph=True.
-        Values and logsumexp are differentiable with respect to the logits.
+        Greater logits first, equal ones by smaller index: docs/promises.md has the order, special values, determinism and waiting,
+        which are the same for all functions. Values and logsumexp are differentiable with respect to the logits.
     """
     if gone:
         refuse("softmax_topk", gone)
@@ -120,19 +113,11 @@ def log_softmax_topk(
     >>> log_softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
     tensor([-0.4076, -1.4076])
 
-    The contract is that of :func:`softmax_topk`. The values are computed as (x - m) / T - log d with the row's maximum
-    m. So a large common offset of the logits costs no accuracy. A token that is not allowed has the value -inf.
+    The contract is that of :func:`softmax_topk`. A token that is not allowed has the value -inf.
 
     Args:
-        logits: see :func:`softmax_topk`, which describes all arguments.
-        k: the number of results per row, 1 <= k <= V.
-        dim: the vocabulary dimension.
-        temperature: a positive number, or a tensor with one number per row.
-        mask: the tokens that may be chosen, bool or packed int32.
-        lengths: how many of a row's first tokens there are, one number a row.
         normalize: "allowed", "all" (log-probabilities of the whole row, as in beam search) or "topk".
-        out: (values, indices, logsumexp) to write into.
-        backend: None, "cuda", "cpu" or "reference".
+        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         TopK with values float32 (..., k), indices int64 (..., k), logsumexp float32 (...).
@@ -164,13 +149,8 @@ def topk(
     Like `torch.topk`, but ties are determined: the order and the contract are those of :func:`softmax_topk`.
 
     Args:
-        logits: see :func:`softmax_topk`, which describes all arguments.
-        k: the number of results per row, 1 <= k <= V.
-        dim: the vocabulary dimension.
-        mask: the tokens that may be chosen; the others have the value -inf.
-        lengths: how many of a row's first tokens there are, one number a row; the others have the value -inf.
         out: (values, indices) to write into.
-        backend: None, "cuda", "cpu" or "reference".
+        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         TopKLogits with values (..., k), bit-exact copies in the dtype of `logits`, and indices int64 (..., k).

@@ -157,8 +157,7 @@ def sample(
         of :func:`softmax_topk`, and NaN log-probabilities. A row on a GPU whose temperature is negative or NaN gives that token,
         too, and NaN as its log-probability among what is kept. Temperature 0 gives the same token, with 0 as that
         log-probability. Tokens are always in range.
-        Deterministic. A call does not wait for the device, and can be captured in a CUDA graph. Not differentiable:
-        for a gradient, gather the tokens from a log_softmax.
+        Not differentiable: for a gradient, gather the tokens from a log_softmax.
         With torch.compile, pass `seed` or `noise`, or leave out `seed` and `generator`.
 
     Example:

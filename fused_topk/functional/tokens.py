@@ -52,12 +52,8 @@ def token_logprobs(
     For scoring given texts, for training, and to see how the tokens that were drawn fare among the others.
 
     Args:
-        logits: shape (..., V). This and the next four arguments are those of :func:`softmax_topk`.
         tokens: int64. One for each row has the shape (...), n for each row have the shape (..., n). A negative number, such as
             -100, stands for none.
-        temperature: divides the logits: a positive number, or a tensor with one number per row.
-        mask: the tokens that count, bool or packed int32.
-        lengths: how many of a row's first tokens there are, one number a row.
         normalize: "allowed": log-probabilities are relative to the allowed tokens. "all": to the whole row, up to its length.
         k: how many of the row's best tokens to return as well, 0 <= k <= V.
         ranks: whether to count the tokens' ranks.
@@ -65,7 +61,7 @@ def token_logprobs(
         tail: whether to compute the log-probability of all tokens but the row's given ones.
         ties: which of the tokens that tie with a given one count in its rank. "index": those up to its own index. The rank is
             then the token's place in the order of :func:`softmax_topk`. "last": all of them, as inference engines count.
-        backend: None, "cuda", "cpu" or "reference".
+        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         TokenLogprobs with logprobs float32 of the shape of `tokens`, NaN where there is none, and logsumexp float32 (...) of the
@@ -76,8 +72,7 @@ def token_logprobs(
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
 
     Contract:
-        Each log-probability is computed as a difference to the best token's, so a large common offset costs no accuracy. A token
-        that is not allowed has -inf. A row without probabilities, such as one with NaN, has NaN.
+        A token that is not allowed has -inf. A row without probabilities, such as one with NaN, has NaN.
         A rank is the number of tokens whose logit is greater than the token's, and of the equal ones that `ties` counts; NaN is
         greater than all. A token that is not allowed has the rank of a logit of -inf. Ranks need one more read of the row, mostly
         from the cache. Tokens of V or more raise on the CPU, and must not occur on a GPU, where nothing outside the row is read.

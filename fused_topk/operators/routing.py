@@ -365,6 +365,6 @@ def router_topk_into(
     rows: LogitRows, bias: Tensor | None, request: tuple[Any, ...], backend: str | None, out: RouterTopK
 ) -> bool:
     """Writes into the tensors of `out`. Returns whether torch has seen the call."""
-    is_seen = is_seen_by_torch(*(x for x in (*rows.tensors(), bias, *out) if x is not None))
+    is_seen = is_seen_by_torch(*rows.tensors(), bias, *out)
     _router_topk_out(*rows, bias, *request, backend, *out)
     return is_seen
