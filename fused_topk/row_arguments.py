@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .arguments import (
+    check_dim,
     check_logits,
     check_no_tangent,
     check_same_device,
@@ -35,12 +36,18 @@ def check_rows(
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    dim: int = -1,
     *,
     may_be_empty: bool = False,
 ) -> LogitRows:
-    """The checked rows of a call, whatever it wants of them. The vocabulary is last. may_be_empty: whether the vocabulary may have no
-    token, as a process's share of a vocabulary may."""
+    """The checked rows of a call, whatever it wants of them. The vocabulary, at the dimension `dim` of the logits, is last in them. Where
+    it is last already they have the logits as they are given. may_be_empty: whether the vocabulary may have no token, as a process's share
+    of a vocabulary may."""
     check_logits(logits)
+    dims = logits.dim()
+    dim = check_dim(dim, dims)
+    if dim != dims - 1:
+        logits, mask = logits.movedim(dim, -1), _vocabulary_last(mask, dim, dims)
     # A comparison, because torch.compile of torch 2.6 makes a size a constant if its truth value is asked.
     if not may_be_empty or logits.shape[-1] > 0:
         check_vocabulary(logits.shape[-1])
@@ -221,7 +228,7 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
     return mask.expand(*rows, words)
 
 
-def vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
+def _vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
     """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
     already has its words last."""
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims and mask.layout == torch.strided:

@@ -10,7 +10,6 @@ from ..arguments import (
     check_beam_scores,
     check_common_normalize,
     check_k,
-    check_logits,
     check_whole_rows,
     is_distributed,
 )
@@ -74,8 +73,7 @@ def beam_topk(
 
         check_whole_rows("lengths", lengths, "hide the tokens by a mask")
         return dtensors.beams(logits, beam_scores, k, temperature, mask, normalize, backend)
-    check_logits(logits)
-    check_beam_scores(beam_scores, logits)
     rows = check_rows(logits, temperature, mask, lengths)
+    check_beam_scores(beam_scores, logits)
     check_k(k, logits.shape[1] * logits.shape[2], "beams times the vocabulary size")
     return row_topk.beam_topk(rows, beam_scores, k, normalize, backend)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions of full rows. They check the arguments, move the vocabulary last and call the operator."""
+"""The public functions of full rows. They check the arguments and run a plan, or the operator where torch must see the call."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_backend, check_dim, check_logits, check_result_dtype, check_whole_rows, is_distributed
+from ..arguments import check_backend, check_result_dtype, check_whole_rows, is_distributed
 from ..operators.full_rows import full_rows, plan
 from ..problem import result_dtype
-from ..row_arguments import check_rows, plain_rows, vocabulary_last
+from ..row_arguments import check_rows, plain_rows
 
 
 def softmax(
@@ -137,11 +137,7 @@ def _values(
 
         check_whole_rows("lengths", lengths, "set the logits to -inf there")
         return dtensors.full_rows(values, logits, dim, temperature, mask, dtype, backend)
-    check_logits(logits)
-    dims = logits.dim()
-    dim = check_dim(dim, dims)
-    last = logits if dim == dims - 1 else logits.movedim(dim, -1)
-    rows = check_rows(last, temperature, vocabulary_last(mask, dim, dims), lengths)
+    rows = check_rows(logits, temperature, mask, lengths, dim)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
     result = full_rows(rows, values, out_dtype, backend)
     return result if rows.logits is logits or values == "logsumexp" else result.movedim(-1, dim)

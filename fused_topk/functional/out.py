@@ -105,6 +105,12 @@ def is_plain_out(
     return True
 
 
+def with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """The shape, with another size of one dimension."""
+    dim %= len(shape)
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
 def _overlaps_itself(tensor: Tensor) -> bool:
     # Sorted by stride, each dimension's stride must exceed the extent of all dimensions before it.
     reach = 0

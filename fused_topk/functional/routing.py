@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public function that routes tokens to experts. It checks the arguments, moves the experts last, and runs a plan, or the
-operator where torch must see the call.
+"""The public function that routes tokens to experts. It checks the arguments and runs a plan, or the operator where torch must see
+the call.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..arguments import check_backend, check_dim, check_logits
+from ..arguments import check_backend
 from ..gone import refuse
 from ..operators.routing import Result, plan
 from ..operators.routing import router_topk as routed
 from ..operators.routing import router_topk_into as routed_into
 from ..problem import RouterTopK, result_dtype
 from ..router_arguments import INDEX_DTYPES, check_bias, check_router
-from ..row_arguments import check_rows, is_plain, plain_rows, vocabulary_last
+from ..row_arguments import check_rows, is_plain, plain_rows
 from ..rows import like_given
-from .out import check_out, have_changed, is_plain_out
+from .out import check_out, have_changed, is_plain_out, with_size
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (RouterTopK, tuple)
@@ -135,27 +135,18 @@ def router_topk(
             planned.run_into(written, rows, bias)
             have_changed(written)
             return written
-    check_logits(logits)
-    dims = logits.dim()
-    dim = check_dim(dim, dims)
-    moved = dim != dims - 1
-    if moved:
-        logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
-    rows = check_rows(logits, mask=mask)
-    bias = check_bias(bias, logits)
+    rows = check_rows(logits, mask=mask, dim=dim)
+    moved = rows.logits is not logits
+    bias = check_bias(bias, rows.logits)
     if out is not None:
         index_dtype = _index_dtype_of(out)
-    check_router(logits.shape[-1], index_dtype, *(*request, scale))
+    check_router(logits.shape[dim], index_dtype, *(*request, scale))
     check_backend(backend)
     asked = (*request, float(scale))
     if out is None:
         result = routed(rows, bias, asked, index_dtype, backend)
         return RouterTopK(*(x.movedim(-1, dim) for x in result)) if moved else result
-    expected = list(Result.of(logits, k, index_dtype))
-    if moved:
-        shape = list(logits.shape[:-1])
-        shape.insert(dim, k)
-        expected = [(tuple(shape), dtype) for _, dtype in expected]
+    expected = [(with_size(logits.shape, dim, k), dtype) for _, dtype in Result.of(rows.logits, k, index_dtype)]
     check_out(out, expected, rows, RouterTopK._fields, bias)
     written = RouterTopK(*out)
     last = RouterTopK(*(x.movedim(dim, -1) for x in written)) if moved else written

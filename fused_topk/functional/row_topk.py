@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions of top-k. They check the arguments, move the vocabulary last, and run a plan, or the operator where
-torch must see the call.
-"""
+"""The public functions of top-k. They check the arguments and run a plan, or the operator where torch must see the call."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from torch import Tensor
 from .. import backends
 from ..arguments import (
     check_backend,
-    check_dim,
     check_k,
-    check_logits,
     check_normalize,
     check_whole_rows,
     is_distributed,
@@ -24,9 +20,9 @@ from ..gone import refuse
 from ..operators.results import row_result
 from ..operators.row_topk import Plan, plan, row_topk, row_topk_into
 from ..problem import TopK, TopKLogits
-from ..row_arguments import check_rows, plain_rows, vocabulary_last
+from ..row_arguments import check_rows, plain_rows
 from ..rows import LogitRows
-from .out import check_out, have_changed, is_plain_out
+from .out import check_out, have_changed, is_plain_out, with_size
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, TopKLogits, tuple)
@@ -199,24 +195,16 @@ def _row(
 
         check_whole_rows("lengths", lengths, "hide the tokens by a mask")
         return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend, out)
-    check_logits(logits)
-    dims = logits.dim()
-    dim = check_dim(dim, dims)
-    moved = dim != dims - 1
-    if moved:
-        logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
-    rows = check_rows(logits, temperature, mask, lengths)
-    check_k(k, logits.shape[-1])
+    rows = check_rows(logits, temperature, mask, lengths, dim)
+    moved = rows.logits is not logits
+    check_k(k, logits.shape[dim])
     if out is None:
         best = row_topk(rows, k, values, normalize, backend)
         return _with_dim(best, dim) if moved else best
 
     fields = _fields(values)
-    expected = list(row_result(logits, k, values))[: len(fields)]
-    if moved:
-        shape = list(logits.shape[:-1])
-        shape.insert(dim, k)
-        expected[:2] = [(tuple(shape), dtype) for _, dtype in expected[:2]]
+    expected = list(row_result(rows.logits, k, values))[: len(fields)]
+    expected[:2] = [(with_size(logits.shape, dim, k), dtype) for _, dtype in expected[:2]]
     check_out(out, expected, rows, fields)
     values_of, indices, *logsumexp = out
     written = TopK(values_of, indices, *(logsumexp or [logits.new_empty(0)]))
