@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from ..arguments import (
@@ -21,7 +20,7 @@ from ..arguments import (
 )
 from ..gone import refuse
 from ..operators import linear, linear_pieces
-from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..operators.dispatch import need_dispatcher, transform_is_active, wants_gradient
 from ..problem import LinearProblem, TokenLogprobs, TopK, TopKLogits
 from ..row_arguments import check_rows
 from ..rows import LogitRows
@@ -274,5 +273,4 @@ def _checked_head(
 def _is_learned(head: LinearProblem) -> bool:
     """Whether a gradient may be wanted, which needs the state of each row."""
     # Not the property `hidden`, which torch.compile of torch 2.6 cannot read from a named tuple.
-    learned = [x for x in (head.rows.logits, head.weight, head.bias) if x is not None]
-    return transform_is_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in learned))
+    return transform_is_active() or wants_gradient(head.rows.logits, head.weight, head.bias)

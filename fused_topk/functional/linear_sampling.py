@@ -57,8 +57,7 @@ def linear_sample(
         RuntimeError: the requested backend does not work here; or the call is under a transform of torch.func.
 
     Contract:
-        Logits: summed in float32 (float64 for float64), with the bias, and rounded to the dtype of `hidden`, as a linear layer
-        gives them. The order of the sums is the library's: they may differ in the last place with the number of rows.
+        Logits: those of :func:`linear_softmax_topk`, by the library's product.
         Random numbers, tokens, ties, special rows: those of :func:`sample` for these logits. The random numbers are the same bit
         for bit. The token may differ only where the rounding of a logit decides it: where the random number is that near to a
         border between two tokens, or a token that near to the border of what is kept.

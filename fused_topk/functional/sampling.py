@@ -91,13 +91,9 @@ def sample(
     MinPLogitsWarper, in this order, each acting on what the one before it left. The vocabulary is the last dimension.
 
     Args:
-        logits: shape (..., V), float32, float16, bfloat16 or float64, any strides, any device.
         temperature: divides the logits; 0 takes the best token. This, top_k, top_p and min_p are one number, or a tensor with one
             number a row, broadcastable to the shape of `logits` without the vocabulary. The values of a CPU tensor are checked,
             those of a CUDA tensor are not.
-        mask: the tokens that may be drawn, as for :func:`softmax_topk`: a token that is not allowed counts as -inf.
-        lengths: how many of a row's first tokens there are, as for :func:`softmax_topk`: the others count as -inf, and are
-            not read.
         top_k: keeps the k most likely tokens, and all that tie with the k-th. 0, -1, or more than V, keeps all.
         top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`, and at least one.
             Of equal tokens at this border the smaller indices are kept. 1 keeps all.
@@ -112,16 +108,16 @@ def sample(
             samplers do. None: torch's default generator of the device. A CUDA graph needs it registered.
         noise: float32 of the logits' shape, instead of random numbers of ours: an independent draw of the exponential
             distribution for each token, such as ``torch.empty_like(probs).exponential_(generator=g)`` of float32 `probs`. The token
-            is the one with the greatest p_i / noise_i among those that are kept; of equal ones the smallest. That is how
-            ``torch.multinomial(probs, 1, generator=g)`` draws, so the numbers that it would draw give its token. It takes the place
-            of `seed`, `counter` and `generator`, and `num_samples` must be 1.
+            is the one with the greatest p_i / noise_i among those that are kept; of equal ones the smallest, as
+            ``torch.multinomial(probs, 1, generator=g)`` draws. It takes the place of `seed`, `counter` and `generator`, and
+            `num_samples` must be 1.
         num_samples: independent draws from each row; a token may come more than once.
         topk: how many of the row's best tokens to return as well; 0 for none.
         logprobs: what the log-probabilities are relative to. "model": of `log_softmax(logits)` over the allowed tokens. "kept": of
             the distribution that was drawn from, after temperature, top-k, top-p and min-p.
         kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
-        ranks: whether to return the ranks of the drawn tokens in their rows.
-        backend: None, "cuda", "cpu" or "reference", as for :func:`softmax_topk`.
+        ranks: whether to return the ranks of the drawn tokens in their rows, by one more read.
+        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         Sample with tokens int64 (..., num_samples), logprobs float32 (..., num_samples), topk, the TopK that
@@ -137,22 +133,17 @@ def sample(
     Contract:
         A draw takes one uniform number u, of 52 bits, never 0 and never 1. It is Philox4x32-10 of (seed; counter, sample,
         row's number or 0), bit for bit the same on every backend. The token is the first by index at which the sum of the
-        kept tokens' probabilities exceeds u. Backends sum in different orders. So they draw the same token unless u is within
-        2^-19 of a border between two tokens, and keep the same tokens unless a token is that near to the border of top-p.
+        kept tokens' probabilities exceeds u. Backends draw the same token unless u is within 2^-19 of a border between two tokens,
+        and keep the same tokens unless a token is that near to the border of top-p.
         With `noise` the token has the greatest (x_i - m) / T - log noise_i, in float32 or better. Backends draw the same token, and
         that of torch.multinomial, unless two quotients are equal to a part in 10^6, or a token is within rounding of the border of
-        top-p: about one draw in a million. Noise that is not positive is no error: 0 wins, and NaN or less than 0 loses.
+        top-p. Noise that is not positive is no error: 0 wins, and NaN or less than 0 loses.
         A token that is not kept, not allowed, of probability 0, or beyond the row's length is never drawn.
         `kept` does not count logits of -inf. Of equal tokens at the border of top-p it counts those that are kept. Tokens with
         less than 2^-44 of the best token's probability (2^-30 in the longest rows) may be missing from it, and from the draw.
         For temperature 0 the count is 1, and the logsumexp is the best logit. For a row without a distribution the count is 0,
         and the logsumexp NaN.
-        A rank is the number of tokens whose logit is at least the drawn token's. It counts all tokens that are allowed and within
-        the length, whatever top-k, top-p and min-p keep. So all tokens that tie count, as in inference engines. Ranks need one
-        more read of the row.
-        A row is read once if a list of its best tokens holds all that is kept. Otherwise it is mostly read once more for min-p,
-        and once or twice more for top-p. Rows with many ties, and rows made to be slow, may need more reads: the border is
-        searched in a range of at most 2^32 logits, which every one or two reads at least halve.
+        A rank is the number of tokens whose logit is at least the drawn token's, among all that are allowed and within the length.
         A row has no distribution if it has a NaN or a +inf, only -inf, or no allowed token. It gives the first token in the order
         of :func:`softmax_topk`, and NaN log-probabilities. A row on a GPU whose temperature is negative or NaN gives that token,
         too, and NaN as its log-probability among what is kept. Temperature 0 gives the same token, with 0 as that

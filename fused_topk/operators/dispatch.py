@@ -13,16 +13,9 @@ from torch.autograd import forward_ad
 
 from ..tracing import is_traced, is_traced_by_dynamo
 
-# A private function of torch. Without it operators take every call except those that torch.compile traces as one
-# under a transform. That is right for every call, only slower.
-_are_transforms_active: Callable[[], bool] = getattr(
-    torch._C, "_are_functorch_transforms_active", lambda: not is_traced()
-)
-
-
-def transform_is_active() -> bool:
-    """Whether a transform of torch.func is under way, or may be."""
-    return _are_transforms_active()
+# Whether a transform of torch.func is under way, or may be. A private function of torch: without it operators take every call except
+# those that torch.compile traces as one under a transform. That is right for every call, only slower.
+transform_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: not is_traced())
 
 
 def _keys(*names: str) -> int:
