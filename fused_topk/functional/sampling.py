@@ -49,6 +49,7 @@ from ..row_arguments import (
     plain_rows,
 )
 from ..rows import Like, LogitRows, RowsLayout, like
+from ..tracing import is_traced_by_dynamo
 
 # A parameter as (the number of all rows, None), or (a number that is not used, the number of each row).
 _Of = tuple[Any, Tensor | None]
@@ -282,7 +283,8 @@ def _plain_rows(
     logits: Any, mask: Any, lengths: Any, numbers: tuple[Any, ...], request: tuple[Any, ...], names: tuple[Any, ...]
 ) -> LogitRows | None:
     """The rows of a call that a plan serves, at the temperature 1, without torch's dispatcher. None if an argument may need more."""
-    if not (
+    # torch.compile of torch 2.6 cannot trace the comparisons of sets.
+    if is_traced_by_dynamo() or not (
         _PLANNED_NUMBERS.issuperset(map(type, numbers))
         and _PLANNED_REQUESTS.issuperset(map(type, request))
         and _PLANNED_NAMES.issuperset(map(type, names))
