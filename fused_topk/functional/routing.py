@@ -20,7 +20,7 @@ from ..problem import RouterTopK, result_dtype
 from ..router_arguments import INDEX_DTYPES, check_bias, check_router
 from ..row_arguments import check_rows, is_plain, plain_rows
 from ..rows import like_given
-from .out import check_out, have_changed, is_plain_out, with_size
+from .out import check_out, have_changed, is_plain_out, may_be_plain, with_size
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (RouterTopK, tuple)
@@ -116,7 +116,7 @@ def router_topk(
         and type(dim) is int
         and dim == -1
         and backend in _BACKENDS
-        and (out is None or _may_be_plain(out))
+        and (out is None or may_be_plain(out, _OUT_TYPES, 2))
     ):
         rows = plain_rows(logits, mask=mask, others=out or ())
         if rows is not None and (
@@ -153,10 +153,6 @@ def router_topk(
     if not routed_into(rows, bias, asked, backend, last):
         have_changed(written)
     return written
-
-
-def _may_be_plain(out: Any) -> bool:
-    return type(out) in _OUT_TYPES and len(out) == 2 and type(out[0]) is type(out[1]) is Tensor
 
 
 def _index_dtype_of(out: Any) -> Any:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..operators.row_topk import Plan, plan, row_topk, row_topk_into
 from ..problem import TopK, TopKLogits
 from ..row_arguments import check_rows, plain_rows
 from ..rows import LogitRows
-from .out import check_out, have_changed, is_plain_out, with_size
+from .out import check_out, have_changed, is_plain_out, may_be_plain, with_size
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, TopKLogits, tuple)
@@ -178,7 +178,7 @@ def _row(
         and type(dim) is int
         and type(normalize) is str
         and backend in _BACKENDS
-        and (out is None or (dim == -1 and _may_be_plain(out, values)))
+        and (out is None or (dim == -1 and may_be_plain(out, _OUT_TYPES, len(_fields(values)))))
     ):
         rows = plain_rows(logits, temperature, mask, lengths, out or (), dim)
         if rows is not None:
@@ -224,12 +224,6 @@ def _with_dim(best: TopK, dim: int) -> TopK:
 def _fields(values: str) -> tuple[str, ...]:
     """The fields of `out`."""
     return TopKLogits._fields if values == "logits" else TopK._fields
-
-
-def _may_be_plain(out: Any, values: str) -> bool:
-    if type(out) not in _OUT_TYPES or len(out) != len(_fields(values)):
-        return False
-    return type(out[0]) is type(out[1]) is type(out[-1]) is Tensor
 
 
 def _written(planned: Plan, rows: LogitRows, out: tuple[Tensor, ...]) -> TopK:
