@@ -80,14 +80,14 @@ def test_all_is_sorted_and_exists():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstring_names_the_parameters(name):
-    """The Args section lists the parameters in their order, but those that it says are described elsewhere."""
+    """The Args section lists the parameters in their order, but those that the docstring says are described elsewhere."""
     function = getattr(fused_topk, name)
     docstring = inspect.getdoc(function)
     assert docstring and docstring.splitlines()[0].endswith((".", ":"))
     sections = re.split(r"^(\w+):$", docstring, flags=re.MULTILINE)
     sections = dict(zip(sections[1::2], sections[2::2], strict=True))
-    assert {"Args", "Returns", "Raises"} <= set(sections)
-    documented = described_in(sections["Args"])
+    assert {"Returns", "Raises"} <= set(sections)
+    documented = described_in(sections.get("Args", ""))
     assert documented == [x for x in parameters(name) if x in documented]
     assert set(parameters(name)) <= described_at(name)
 

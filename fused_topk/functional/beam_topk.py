@@ -37,12 +37,13 @@ def beam_topk(
 
     Equals `torch.topk((log_softmax(logits.float(), -1) + beam_scores[..., None]).flatten(1), k)`.
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
         logits: shape (batch, beams, V).
         beam_scores: shape (batch, beams), the accumulated log-probability of each beam.
         k: the number of results per sequence, 1 <= k <= beams * V.
         normalize: "allowed" (the mask comes before log_softmax) or "all" (after it, as in transformers' beam search).
-        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         TopK with values float32 (batch, k), the accumulated log-probabilities; indices int64 (batch, k), each

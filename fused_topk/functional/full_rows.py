@@ -31,6 +31,8 @@ def softmax(
 
     Online normalizer: Milakov & Gimelshein 2018, Algorithm 3 (https://arxiv.org/abs/1805.02867).
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
         logits: shape (..., V), float32, float16, bfloat16 or float64, any strides, any device. Rows with adjacent
             elements are read in place, others are copied first.
@@ -38,7 +40,6 @@ def softmax(
         mask: the tokens that count, as for :func:`softmax_topk`: bool or packed int32. The others have the probability 0, in one
             more pass over the logits.
         dtype: the dtype of the result: None for the dtype of `logits`, or torch.float32.
-        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         A tensor of the shape of `logits`.
@@ -70,8 +71,7 @@ def log_softmax(
     >>> log_softmax(torch.tensor([0.0, 0.0]))
     tensor([-0.6931, -0.6931])
 
-    Args:
-        The arguments are those of :func:`softmax`.
+    The arguments are those of :func:`softmax`.
 
     Returns:
         A tensor of the shape of `logits`.
@@ -96,8 +96,7 @@ def logsumexp(
     >>> logsumexp(torch.tensor([0.0, 0.0]))
     tensor(0.6931)
 
-    Args:
-        The arguments are those of :func:`softmax`.
+    The arguments are those of :func:`softmax`.
 
     Returns:
         float32 of the shape of `logits` without `dim` (float64 for float64 logits). A row with NaN gives NaN, another

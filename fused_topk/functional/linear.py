@@ -50,11 +50,12 @@ def linear_softmax_topk(
     states (m, d, T) are merged: Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4
     (https://arxiv.org/abs/1805.02867).
 
+    The other arguments are those of :func:`softmax_topk`, for the head's logits of shape (..., V).
+
     Args:
         hidden: shape (..., H), float32, float16, bfloat16 or float64, any strides, any device.
         weight: shape (V, H), the dtype and the device of `hidden`, any strides: that of `torch.nn.Linear`.
         bias: shape (V,), the dtype and the device of `hidden`, or None.
-        The other arguments are those of :func:`softmax_topk`, for the head's logits of shape (..., V).
 
     Returns:
         TopK with values float32 (..., k), indices int64 (..., k) and logsumexp float32 (...). float64 hidden states give
@@ -103,8 +104,7 @@ def linear_log_softmax_topk(
 
     The contract is that of :func:`linear_softmax_topk`.
 
-    Args:
-        The arguments are those of :func:`linear_softmax_topk`.
+    The arguments are those of :func:`linear_softmax_topk`.
 
     Returns:
         TopK.
@@ -134,8 +134,7 @@ def linear_topk(
 
     The contract is that of :func:`linear_softmax_topk`.
 
-    Args:
-        The arguments are those of :func:`linear_softmax_topk`.
+    The arguments are those of :func:`linear_softmax_topk`.
 
     Returns:
         TopKLogits with values (..., k) in the dtype of `hidden` and indices int64 (..., k).
@@ -173,11 +172,12 @@ def linear_token_logprobs(
 
     As `token_logprobs(torch.nn.functional.linear(hidden, weight, bias), tokens)`.
 
+    The other arguments are those of :func:`linear_softmax_topk` and of :func:`token_logprobs`.
+
     Args:
         tokens: int64 (...), or (..., n) for n tokens of each row, such as a teacher's best ones.
         recompute: whether the backward pass computes the logits again. False: the logits are kept for it, in the dtype of `hidden`,
             which takes rows * V elements and saves a product.
-        The other arguments are those of :func:`linear_softmax_topk` and of :func:`token_logprobs`.
 
     Returns:
         TokenLogprobs, as :func:`token_logprobs` returns it.

@@ -43,9 +43,10 @@ def linear_sample(
     It draws what `sample(torch.nn.functional.linear(hidden, weight, bias))` draws. :func:`sample` describes all arguments from
     `temperature` on, for logits of shape (..., V).
 
+    The other arguments are those of :func:`linear_softmax_topk` and, for the logits, of :func:`sample`.
+
     Args:
         backend: None, "cuda", "cpu" or "reference": what draws. The product is always the library's.
-        The other arguments are those of :func:`linear_softmax_topk` and, for the logits, of :func:`sample`.
 
     Returns:
         Sample with tokens int64 (..., num_samples), logprobs float32 (..., num_samples), topk, the TopK of the row's

@@ -52,6 +52,8 @@ def topk_state(
 
     Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4 (https://arxiv.org/abs/1805.02867).
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
         logits: shape (..., V_part), the columns `start` ... `start` + V_part - 1 of every row.
         k: the number of candidates to keep. Where it exceeds V_part, all V_part are kept.
@@ -61,7 +63,6 @@ def topk_state(
         normalize: "allowed": m and d are of the allowed tokens. "all": they are of the whole part, and the mask hides
             tokens from the choice only. "topk": as "allowed"; the merge then normalises by what it chooses.
         start: the token at which the part begins; start + V_part may exceed 2^31.
-        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         TopKState with logits and indices of shape (..., min(k, V_part)), m and d of shape (...).
@@ -143,13 +144,14 @@ def merge_topk(
     >>> merge_topk([topk_state(torch.tensor([1.0, 3.0]), 1), topk_state(torch.tensor([2.0]), 1, start=2)], k=2).indices
     tensor([1, 2])
 
+    The other arguments are those of :func:`merge_states`.
+
     Args:
         k: the number of results per row, at most what the parts hold together. A part must hold its own k best, or all of
             its tokens.
         normalize: the one that the states were made with. "topk": the values are relative to the k chosen. "allowed" and "all"
             make no difference here: the states have it.
         kind: what the values are, "softmax", "log_softmax" or "logits", as :func:`softmax_topk`, :func:`log_softmax_topk` and :func:`topk`.
-        The other arguments are those of :func:`merge_states`.
 
     Returns:
         TopK with values and indices of shape (..., k), and logsumexp (...) of the scaled logits.

@@ -111,9 +111,10 @@ def log_softmax_topk(
 
     The contract is that of :func:`softmax_topk`. A token that is not allowed has the value -inf.
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
         normalize: "allowed", "all" (log-probabilities of the whole row, as in beam search) or "topk".
-        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         TopK with values float32 (..., k), indices int64 (..., k), logsumexp float32 (...).
@@ -144,9 +145,10 @@ def topk(
 
     Like `torch.topk`, but ties are determined: the order and the contract are those of :func:`softmax_topk`.
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
         out: (values, indices) to write into.
-        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         TopKLogits with values (..., k), bit-exact copies in the dtype of `logits`, and indices int64 (..., k).

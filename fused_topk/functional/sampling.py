@@ -91,6 +91,8 @@ def sample(
     The distribution is that of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and
     MinPLogitsWarper, in this order, each acting on what the one before it left. The vocabulary is the last dimension.
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
         temperature: divides the logits; 0 takes the best token. This, top_k, top_p and min_p are one number, or a tensor with one
             number a row, broadcastable to the shape of `logits` without the vocabulary. The values of a CPU tensor are checked,
@@ -118,7 +120,6 @@ def sample(
             the distribution that was drawn from, after temperature, top-k, top-p and min-p.
         kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
         ranks: whether to return the ranks of the drawn tokens in their rows, by one more read.
-        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         Sample with tokens int64 (..., num_samples), logprobs float32 (..., num_samples), topk, the TopK that

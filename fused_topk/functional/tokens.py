@@ -51,6 +51,8 @@ def token_logprobs(
 
     For scoring given texts, for training, and to see how the tokens that were drawn fare among the others.
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
         tokens: int64. One for each row has the shape (...), n for each row have the shape (..., n). A negative number, such as
             -100, stands for none.
@@ -61,7 +63,6 @@ def token_logprobs(
         tail: whether to compute the log-probability of all tokens but the row's given ones.
         ties: which of the tokens that tie with a given one count in its rank. "index": those up to its own index. The rank is
             then the token's place in the order of :func:`softmax_topk`. "last": all of them, as inference engines count.
-        The other arguments are those of :func:`softmax_topk`.
 
     Returns:
         TokenLogprobs with logprobs float32 of the shape of `tokens`, NaN where there is none, and logsumexp float32 (...) of the
