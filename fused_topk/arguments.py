@@ -20,6 +20,8 @@ from .operators.dispatch import transform_is_active
 from .rows import DTYPES, named
 from .tracing import is_traced
 
+# Up to this many numbers are compared in Python, more by a reduction. For 16 numbers both take about 2 µs.
+_FEW_NUMBERS = 16
 _NORMALIZE = ("allowed", "all", "topk")
 
 
@@ -137,6 +139,24 @@ def is_readable(tensor: Tensor) -> bool:
     """Whether the values of a tensor can be checked. To read those of a CUDA tensor is to wait for the GPU. A traced tensor has no
     values, and a tensor under vmap stands for many."""
     return type(tensor) is Tensor and tensor.device.type == "cpu" and not is_traced() and not transform_is_active()
+
+
+def number_outside(tensor: Tensor, least: float, greatest: float, or_zero: bool = False) -> float | None:
+    """The first number of a tensor whose values can be read that is outside of a range; NaN is. None if there is none. or_zero:
+    whether 0 is allowed besides."""
+    # Few numbers are compared sooner in Python than by a reduction.
+    if tensor.numel() <= _FEW_NUMBERS:
+        numbers = tensor.flatten().tolist()
+        return next((x for x in numbers if not (least <= x <= greatest or (or_zero and x == 0))), None)
+    # One reduction is quicker than two comparisons of whole tensors. aminmax() returns NaN if there is one.
+    low, high = tensor.aminmax()
+    if least <= low.item() and high.item() <= greatest:
+        return None
+    is_wrong = ~((tensor >= least) & (tensor <= greatest))
+    if or_zero:
+        is_wrong &= tensor != 0
+    wrong = tensor[is_wrong]
+    return wrong[0].item() if wrong.numel() else None
 
 
 def check_whole_rows(name: str, value: Any, remedy: str) -> None:

@@ -10,7 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .arguments import check_logits, check_no_tangent, check_same_device, check_tensor, check_vocabulary, is_readable
+from .arguments import (
+    check_dim,
+    check_logits,
+    check_no_tangent,
+    check_same_device,
+    check_tensor,
+    check_vocabulary,
+    is_readable,
+    number_outside,
+)
 from .operators.dispatch import need_dispatcher
 from .problem import result_dtype
 from .rows import LogitRows, RowsLayout
@@ -18,8 +27,6 @@ from .scale import Scale
 
 # The kernels scale by 1 / T in float32. All backends have the limits of the CPU's kernel (csrc/cpu/row_state.h).
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 2.0**-120, 2.0**126
-# Up to this many numbers are compared in Python, more by a reduction. For 16 numbers both take about 2 µs.
-_FEW_NUMBERS = 16
 _LENGTHS = (torch.int32, torch.int64)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -29,24 +36,22 @@ def check_rows(
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    dim: int = -1,
     *,
-    dtype_of_draws: torch.dtype | None = None,
     may_be_empty: bool = False,
 ) -> LogitRows:
-    """The checked rows of a call, whatever it wants of them. The vocabulary is last.
-
-    dtype_of_draws: for draws alone, the dtype of the rows' temperatures, which may then be 0. may_be_empty: whether the vocabulary
-    may have no token, as a process's share of a vocabulary may.
-    """
+    """The checked rows of a call, whatever it wants of them. The vocabulary, at the dimension `dim` of the logits, is last in them. Where
+    it is last already they have the logits as they are given. may_be_empty: whether the vocabulary may have no token, as a process's share
+    of a vocabulary may."""
     check_logits(logits)
+    dims = logits.dim()
+    dim = check_dim(dim, dims)
+    if dim != dims - 1:
+        logits, mask = logits.movedim(dim, -1), _vocabulary_last(mask, dim, dims)
     # A comparison, because torch.compile of torch 2.6 makes a size a constant if its truth value is asked.
     if not may_be_empty or logits.shape[-1] > 0:
         check_vocabulary(logits.shape[-1])
-    if dtype_of_draws is None:
-        scale = check_temperature(temperature, logits, result_dtype(logits.dtype))
-    else:
-        limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
-        scale = Scale(*check_row_numbers("temperature", temperature, logits, dtype_of_draws, limits, or_zero=True))
+    scale = check_temperature(temperature, logits, result_dtype(logits.dtype))
     return LogitRows(logits, *scale, mask=check_mask(mask, logits), lengths=check_lengths(lengths, logits))
 
 
@@ -65,12 +70,12 @@ def plain_rows(
     temperature: Any = 1.0,
     mask: Any = None,
     lengths: Any = None,
-    out: Sequence[Any] = (),
+    others: Sequence[Any] = (),
     dim: int = -1,
 ) -> LogitRows | None:
     """The rows of a call that needs no dispatcher of torch, by quick checks: the plan of their layout makes all other checks. The
     tensors are as the user gives them, and not broadcast. None if an argument may need more than that; check_rows() then decides.
-    out: tensors that the call writes. dim: the dimension of the vocabulary, which is last in the result."""
+    others: the other tensors of the call. dim: the dimension of the vocabulary, which is last in the result."""
     if type(logits) is not Tensor:
         return None
     if dim != -1:
@@ -78,9 +83,9 @@ def plain_rows(
         if mask is not None or not -dims <= dim < dims:
             return None
         logits = logits.movedim(dim, -1)
-    if type(temperature) is float and temperature == 1.0 and mask is None and lengths is None and not out:
+    if type(temperature) is float and temperature == 1.0 and mask is None and lengths is None:
         # The plainest call has a path of its own: for a short row, looking at the optional arguments would show.
-        return None if need_dispatcher(logits) else tuple.__new__(LogitRows, (logits, 1.0, None, None, None))
+        return None if need_dispatcher(logits, *others) else tuple.__new__(LogitRows, (logits, 1.0, None, None, None))
     number, row_temperature = 1.0, None
     if type(temperature) is Tensor:
         row_temperature = temperature
@@ -99,7 +104,7 @@ def plain_rows(
         type(lengths) is not Tensor or lengths.device != logits.device or lengths.dtype not in _LENGTHS
     ):
         return None
-    if need_dispatcher(logits, row_temperature, mask, lengths, *out) or logits.dim() == 0:
+    if need_dispatcher(logits, row_temperature, mask, lengths, *others) or logits.dim() == 0:
         return None
     if row_temperature is not None:
         check_row_temperature(row_temperature)
@@ -146,18 +151,9 @@ def check_temperature(temperature: float | Tensor, logits: Tensor, dtype: torch.
 def check_row_temperature(temperature: Tensor) -> None:
     if not is_readable(temperature):
         return
-    # Few numbers are compared sooner in Python than by a reduction. A NaN fails every comparison.
-    if temperature.numel() <= _FEW_NUMBERS:
-        if all(LEAST_TEMPERATURE <= t <= GREATEST_TEMPERATURE for t in temperature.flatten().tolist()):
-            return
-    else:
-        # One reduction is quicker than two comparisons of whole tensors. aminmax() returns NaN if there is one.
-        least, greatest = temperature.aminmax()
-        if least.item() >= LEAST_TEMPERATURE and greatest.item() <= GREATEST_TEMPERATURE:
-            return
-    ok = (temperature >= LEAST_TEMPERATURE) & (temperature <= GREATEST_TEMPERATURE)
-    worst = temperature[~ok].reshape(-1)[0].item()
-    raise ValueError(f"`temperature` must be positive and finite in every row, got {worst}; clamp it")
+    wrong = number_outside(temperature, LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
+    if wrong is not None:
+        raise ValueError(f"`temperature` must be positive and finite in every row, got {wrong}; clamp it")
 
 
 def check_row_numbers(
@@ -192,12 +188,9 @@ def check_row_numbers(
         raise TypeError(f"`{name}` must be {kind} tensor, got {value.dtype}; use .to({dtype})")
     _check_is_one_a_row(name, value, logits)
     numbers = value.detach().to(dtype)
-    if is_readable(value) and value.numel():
-        ok = (numbers >= least) & (numbers <= greatest)
-        if or_zero:
-            ok |= numbers == 0
-        if not bool(ok.all()):
-            raise ValueError(f"`{name}` must {rule} in every row, got {numbers[~ok][0].item()}; clamp it")
+    wrong = number_outside(numbers, least, greatest, or_zero) if is_readable(value) else None
+    if wrong is not None:
+        raise ValueError(f"`{name}` must {rule} in every row, got {wrong}; clamp it")
     return 0, numbers.expand(logits.shape[:-1]).reshape(-1).contiguous()
 
 
@@ -235,7 +228,7 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
     return mask.expand(*rows, words)
 
 
-def vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
+def _vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
     """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
     already has its words last."""
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims and mask.layout == torch.strided:
@@ -258,15 +251,11 @@ def check_lengths(lengths: Tensor | None, logits: Tensor) -> Tensor | None:
 def check_row_lengths(lengths: Tensor, vocab_size: int) -> None:
     if not is_readable(lengths):
         return
-    if lengths.numel() <= _FEW_NUMBERS:
-        numbers = lengths.flatten().tolist()
-        least, greatest = min(numbers, default=0), max(numbers, default=0)
-    else:
-        least, greatest = (int(x) for x in lengths.aminmax())
-    if least < 0 or greatest > vocab_size:
+    wrong = number_outside(lengths, 0, vocab_size)
+    if wrong is not None:
         raise ValueError(
-            f"`lengths` must satisfy 0 <= length <= {vocab_size} (the vocabulary size) in every row, got "
-            f"{least if least < 0 else greatest}; use .clamp(0, {vocab_size})"
+            f"`lengths` must satisfy 0 <= length <= {vocab_size} (the vocabulary size) in every row, got {wrong}; "
+            f"use .clamp(0, {vocab_size})"
         )
 
 

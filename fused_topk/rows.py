@@ -100,10 +100,19 @@ class LogitRows(NamedTuple):
         """The fields that are tensors, the logits first."""
         return [x for x in self if isinstance(x, Tensor)]
 
-    def at(self, given: LogitRows) -> LogitRows:
-        """The tensors of `given` with the shapes and strides of these rows, which may be meta tensors. So the tensors that
-        check_rows() has broadcast here are broadcast there, too."""
-        return LogitRows(*map(_laid_out, self, given))
+    def broadcast(self) -> LogitRows:
+        """The same rows, whose other tensors have the leading dimensions of the logits, without a copy."""
+        logits, temperature, row_temperature, mask, lengths = self
+        lead = logits.shape[:-1]
+        if mask is not None:
+            mask = mask.expand(logits.shape if mask.dtype == torch.bool else (*lead, mask.shape[-1]))
+        return LogitRows(
+            logits,
+            temperature=temperature,
+            row_temperature=None if row_temperature is None else row_temperature.expand(lead),
+            mask=mask,
+            lengths=None if lengths is None else lengths.expand(lead),
+        )
 
     def has_numbers(self) -> bool:
         """Whether there is a tensor with one number a row."""
@@ -257,10 +266,3 @@ def _places(lead: Sequence[int], rows: slice, device: torch.device) -> list[Tens
         places.append(numbers % size)
         numbers = numbers.div(size, rounding_mode="floor")
     return places[::-1]
-
-
-def _laid_out(like: Any, tensor: Any) -> Any:
-    if not isinstance(like, Tensor) or tensor is None:
-        return like
-    is_alike = tensor.shape == like.shape and tensor.stride() == like.stride()
-    return tensor if is_alike else tensor.as_strided(like.shape, like.stride())

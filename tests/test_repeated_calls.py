@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 
 import pytest
@@ -156,3 +157,51 @@ def test_calls_where_others_have_replaced_functions_of_torch(cpu, monkeypatch):
     for _ in range(2):
         found = fused_topk.topk(logits, 3)
         assert found.values.is_cpu and torch.equal(found.values, logits.topk(3).values)
+
+
+def test_given_tokens_by_a_plan_and_without_one(backend):
+    """Tensors that are broadcast, too. Logits that autograd watches are not served by a plan."""
+    logits = random_logits(6, 70).view(2, 3, 70).to(backend.device)
+    logits[0, 0, 5], logits[0, 1] = torch.nan, -torch.inf
+    one, several = torch.tensor([[3, 69, 0], [-100, 5, 7]]), torch.arange(12).view(2, 3, 2) - 1
+    settings = {
+        **variants(3, 70),
+        "a number without dimension": {"temperature": torch.tensor(0.5)},
+        "lengths of the last dimension": {"lengths": torch.tensor([0, 4, 70])},
+        "no token of one row": {"mask": torch.tensor([[True], [False], [True]]), "normalize": "all"},
+    }
+    for given in settings.values():
+        if given.get("normalize") == "topk":
+            continue
+        given = {key: x.to(backend.device) if isinstance(x, Tensor) else x for key, x in given.items()}
+        for tokens in (one.to(backend.device), several.to(backend.device), several.abs().to(backend.device)):
+            for k in (0, 1, 4):
+                call = functools.partial(backend, "token_logprobs", tokens=tokens, k=k, ranks=True, tail=True, **given)
+                for planned, watched in zip(
+                    flat(call(logits)), flat(call(logits.clone().requires_grad_())), strict=True
+                ):
+                    torch.testing.assert_close(planned, watched.detach(), equal_nan=True)
+
+
+def flat(result):
+    return [x for x in (*result[:-1], *(result.topk or ())) if x is not None]
+
+
+def test_contents_beside_the_logits_are_looked_at_in_each_call(cpu):
+    logits, tokens = random_logits(4, 50), torch.tensor([1, 2, -5, 49])
+    top_p, top_k, lengths = torch.full((4,), 0.5), torch.full((4,), 3), torch.full((4,), 50)
+    token_logprobs = functools.partial(fused_topk.token_logprobs, logits, tokens)
+    sample = functools.partial(fused_topk.sample, logits, top_p=top_p, top_k=top_k, lengths=lengths, seed=1)
+    token_logprobs(), sample()
+    for call, tensor, wrong, message in (
+        (token_logprobs, tokens, 50, "`tokens` must be below the vocabulary size 50, got 50"),
+        (sample, top_p, 1.5, "`top_p` must satisfy 0 <= top_p <= 1 in every row, got 1.5"),
+        (sample, top_k, -2, "`top_k` must satisfy -1 <= top_k"),
+        (sample, lengths, 51, "`lengths` must satisfy 0 <= length <= 50"),
+    ):
+        right = tensor[3].item()
+        tensor[3] = wrong
+        with pytest.raises(ValueError, match=message):
+            call()
+        tensor[3] = right
+        call()

@@ -275,7 +275,7 @@ def test_a_graph_draws_anew_at_each_replay(cuda):
 
 
 def test_calls_by_a_plan_and_without_one_draw_the_same(backend, monkeypatch):
-    """A call whose parameters are numbers is planned once for its shape; the same with tensors of one row's shape is not."""
+    """Numbers of all rows and of each row are planned alike. Logits that autograd watches are not served by a plan."""
     logits = random_logits(2, 3, 700).to(backend.device)
     seed = torch.arange(6, device=backend.device).view(2, 3)
     planned = []
@@ -292,10 +292,14 @@ def test_calls_by_a_plan_and_without_one_draw_the_same(backend, monkeypatch):
                 count = len(planned)
                 got = backend("sample", logits, **settings, **names, **more)
                 assert len(planned) == count + 1
-                expected = backend("sample", logits, **as_tensors, **names, **more)
-                assert len(planned) == count + 1
-                assert torch.equal(got.tokens, expected.tokens)
-                torch.testing.assert_close(got.logprobs, expected.logprobs, rtol=0, atol=1e-6)
+                of_tensors = backend("sample", logits, **as_tensors, **names, **more)
+                assert len(planned) == count + 2
+                for parameters in (settings, as_tensors):
+                    expected = backend("sample", logits.clone().requires_grad_(), **parameters, **names, **more)
+                    assert len(planned) == count + 2
+                    for each in (got, of_tensors):
+                        assert torch.equal(each.tokens, expected.tokens)
+                        torch.testing.assert_close(each.logprobs, expected.logprobs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

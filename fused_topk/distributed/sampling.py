@@ -25,7 +25,7 @@ from ..gone import refuse
 from ..layout.topk_choice import MAX_K
 from ..operators import merging
 from ..problem import Sample, TopK
-from ..row_arguments import GREATEST_TEMPERATURE, LEAST_TEMPERATURE, check_row_numbers, check_rows
+from ..row_arguments import check_rows
 from ..rows import LogitRows
 from .collective import group_of
 from .draws import Columns, Exchanged, Names, Parameters, Wanted, from_all
@@ -152,11 +152,7 @@ def _length(top_k: Any) -> int | None:
 
 
 def _checked(logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Parameters:
-    limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
-    of_all = (
-        check_row_numbers("temperature", temperature, logits, torch.float64, limits, or_zero=True),
-        *of_rows.check_filters(logits, torch.float64, top_k, top_p, min_p),
-    )
+    of_all = of_rows.check_numbers(logits, torch.float64, temperature, top_k, top_p, min_p)
     rows = logits.shape[:-1].numel()
     dtypes = (torch.float64, torch.int64, torch.float64, torch.float64)
     columns = (column(*each, dtype, logits.device) for each, dtype in zip(of_all, dtypes, strict=True))

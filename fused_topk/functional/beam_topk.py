@@ -10,7 +10,6 @@ from ..arguments import (
     check_beam_scores,
     check_common_normalize,
     check_k,
-    check_logits,
     check_whole_rows,
     is_distributed,
 )
@@ -38,15 +37,13 @@ def beam_topk(
 
     Equals `torch.topk((log_softmax(logits.float(), -1) + beam_scores[..., None]).flatten(1), k)`.
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
-        logits: shape (batch, beams, V). See :func:`softmax_topk`, which describes all arguments.
+        logits: shape (batch, beams, V).
         beam_scores: shape (batch, beams), the accumulated log-probability of each beam.
         k: the number of results per sequence, 1 <= k <= beams * V.
-        temperature: a positive number, or a tensor with one number per row, broadcastable to (batch, beams).
-        mask: the tokens that may be chosen.
-        lengths: how many of a beam's first tokens there are, one number a beam, broadcastable to (batch, beams).
         normalize: "allowed" (the mask comes before log_softmax) or "all" (after it, as in transformers' beam search).
-        backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TopK with values float32 (batch, k), the accumulated log-probabilities; indices int64 (batch, k), each
@@ -77,8 +74,7 @@ def beam_topk(
 
         check_whole_rows("lengths", lengths, "hide the tokens by a mask")
         return dtensors.beams(logits, beam_scores, k, temperature, mask, normalize, backend)
-    check_logits(logits)
-    check_beam_scores(beam_scores, logits)
     rows = check_rows(logits, temperature, mask, lengths)
+    check_beam_scores(beam_scores, logits)
     check_k(k, logits.shape[1] * logits.shape[2], "beams times the vocabulary size")
     return row_topk.beam_topk(rows, beam_scores, k, normalize, backend)

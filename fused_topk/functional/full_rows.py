@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions of full rows. They check the arguments, move the vocabulary last and call the operator."""
+"""The public functions of full rows. They check the arguments and run a plan, or the operator where torch must see the call."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_backend, check_dim, check_logits, check_result_dtype, check_whole_rows, is_distributed
+from ..arguments import check_backend, check_result_dtype, check_whole_rows, is_distributed
 from ..operators.full_rows import full_rows, plan
 from ..problem import result_dtype
-from ..row_arguments import check_rows, plain_rows, vocabulary_last
+from ..row_arguments import check_rows, plain_rows
 
 
 def softmax(
@@ -31,21 +31,15 @@ def softmax(
 
     Online normalizer: Milakov & Gimelshein 2018, Algorithm 3 (https://arxiv.org/abs/1805.02867).
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
         logits: shape (..., V), float32, float16, bfloat16 or float64, any strides, any device. Rows with adjacent
             elements are read in place, others are copied first.
         dim: the dimension that sums to 1.
-        temperature: divides the logits. A positive number, or a floating-point tensor with one number per row,
-            broadcastable to the shape of `logits` without `dim`. The values of a CPU tensor are checked. Those of a
-            CUDA tensor are not: a row whose temperature is not positive has NaN results.
         mask: the tokens that count, as for :func:`softmax_topk`: bool or packed int32. The others have the probability 0, in one
             more pass over the logits.
-        lengths: how many of a row's first tokens there are: int32 or int64, 0 <= length <= V, broadcastable to the shape of
-            `logits` without `dim`. A token at or beyond its row's length counts as a logit of -inf, whatever lies there, and
-            is not read. The values of a CPU tensor are checked; those of a CUDA tensor are clamped.
         dtype: the dtype of the result: None for the dtype of `logits`, or torch.float32.
-        backend: None picks the fastest backend that works, and falls back to torch operations. "cuda", "cpu" (native)
-            and "reference" (torch operations) name one; if it does not work, the call raises.
 
     Returns:
         A tensor of the shape of `logits`.
@@ -57,10 +51,7 @@ def softmax(
 
     Contract:
         Sums are float32 or more precise for every dtype. The result is rounded once, to its dtype. A row with a NaN or
-        a +inf, or of only -inf, is NaN, as in torch. Deterministic: the same row gives the same bits in every call and
-        in every batch. A call does not wait for the device, except the first call of a kernel on a GPU (see
-        :func:`warm_up`). Can be captured in a CUDA graph and compiled with fullgraph=True. Differentiable with respect
-        to the logits.
+        a +inf, or of only -inf, is NaN, as in torch. The rest is in docs/promises.md. Differentiable with respect to the logits.
     """
     return _values("softmax", logits, dim, temperature, mask, lengths, dtype, backend)
 
@@ -80,17 +71,7 @@ def log_softmax(
     >>> log_softmax(torch.tensor([0.0, 0.0]))
     tensor([-0.6931, -0.6931])
 
-    They are computed as (x - m) / T - log d with the row's maximum m. So a large common offset of the logits costs no
-    accuracy.
-
-    Args:
-        logits: see :func:`softmax`, which describes all arguments.
-        dim: the vocabulary dimension.
-        temperature: a positive number, or a tensor with one number per row.
-        mask: the tokens that count, bool or packed int32.
-        lengths: how many of a row's first tokens there are, one number a row.
-        dtype: None, or torch.float32.
-        backend: None, "cuda", "cpu" or "reference".
+    The arguments are those of :func:`softmax`.
 
     Returns:
         A tensor of the shape of `logits`.
@@ -115,13 +96,7 @@ def logsumexp(
     >>> logsumexp(torch.tensor([0.0, 0.0]))
     tensor(0.6931)
 
-    Args:
-        logits: see :func:`softmax`, which describes all arguments.
-        dim: the vocabulary dimension.
-        temperature: a positive number, or a tensor with one number per row.
-        mask: the tokens that count, bool or packed int32.
-        lengths: how many of a row's first tokens there are, one number a row.
-        backend: None, "cuda", "cpu" or "reference".
+    The arguments are those of :func:`softmax`.
 
     Returns:
         float32 of the shape of `logits` without `dim` (float64 for float64 logits). A row with NaN gives NaN, another
@@ -161,11 +136,7 @@ def _values(
 
         check_whole_rows("lengths", lengths, "set the logits to -inf there")
         return dtensors.full_rows(values, logits, dim, temperature, mask, dtype, backend)
-    check_logits(logits)
-    dims = logits.dim()
-    dim = check_dim(dim, dims)
-    last = logits if dim == dims - 1 else logits.movedim(dim, -1)
-    rows = check_rows(last, temperature, vocabulary_last(mask, dim, dims), lengths)
+    rows = check_rows(logits, temperature, mask, lengths, dim)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
     result = full_rows(rows, values, out_dtype, backend)
     return result if rows.logits is logits or values == "logsumexp" else result.movedim(-1, dim)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from ..arguments import (
@@ -21,7 +20,7 @@ from ..arguments import (
 )
 from ..gone import refuse
 from ..operators import linear, linear_pieces
-from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..operators.dispatch import need_dispatcher, transform_is_active, wants_gradient
 from ..problem import LinearProblem, TokenLogprobs, TopK, TopKLogits
 from ..row_arguments import check_rows
 from ..rows import LogitRows
@@ -51,16 +50,12 @@ def linear_softmax_topk(
     states (m, d, T) are merged: Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4
     (https://arxiv.org/abs/1805.02867).
 
+    The other arguments are those of :func:`softmax_topk`, for the head's logits of shape (..., V).
+
     Args:
         hidden: shape (..., H), float32, float16, bfloat16 or float64, any strides, any device.
         weight: shape (V, H), the dtype and the device of `hidden`, any strides: that of `torch.nn.Linear`.
-        k: the number of results per row, 1 <= k <= V.
         bias: shape (V,), the dtype and the device of `hidden`, or None.
-        temperature: divides the logits. A positive number, or a tensor with one number per row. This and the next two
-            arguments are those of :func:`softmax_topk`, for the head's logits of shape (..., V).
-        mask: the tokens that may be chosen, bool or packed int32.
-        normalize: "allowed", "all" or "topk".
-        backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TopK with values float32 (..., k), indices int64 (..., k) and logsumexp float32 (...). float64 hidden states give
@@ -79,7 +74,6 @@ def linear_softmax_topk(
         of rows, and logits that are nearly equal may change places.
         Order, ties, special values: those of :func:`softmax_topk`, for these logits.
         Memory: at most 64 MB beyond the result, whatever the rows and the vocabulary; in the backward pass, too.
-        Does not wait for the device. Can be captured in a CUDA graph and compiled with fullgraph=True.
         torch.autocast: hidden, weight and bias are converted as for a linear layer, at each call. A converted copy counts as an
         argument, not towards the 64 MB.
         Values and logsumexp are differentiable, once, with respect to hidden, weight and bias. The logits are computed again in
@@ -110,15 +104,7 @@ def linear_log_softmax_topk(
 
     The contract is that of :func:`linear_softmax_topk`.
 
-    Args:
-        hidden: (..., H); see :func:`linear_softmax_topk`, which describes all arguments.
-        weight: (V, H).
-        k: the number of results per row, 1 <= k <= V.
-        bias: (V,) or None.
-        temperature: a positive number, or a tensor with one number per row.
-        mask: the tokens that may be chosen, bool or packed int32.
-        normalize: "allowed", "all" or "topk".
-        backend: None, "cuda", "cpu" or "reference".
+    The arguments are those of :func:`linear_softmax_topk`.
 
     Returns:
         TopK.
@@ -148,13 +134,7 @@ def linear_topk(
 
     The contract is that of :func:`linear_softmax_topk`.
 
-    Args:
-        hidden: (..., H); see :func:`linear_softmax_topk`, which describes all arguments.
-        weight: (V, H).
-        k: the number of results per row, 1 <= k <= V.
-        bias: (V,) or None.
-        mask: the tokens that may be chosen; the others have the value -inf.
-        backend: None, "cuda", "cpu" or "reference".
+    The arguments are those of :func:`linear_softmax_topk`.
 
     Returns:
         TopKLogits with values (..., k) in the dtype of `hidden` and indices int64 (..., k).
@@ -192,23 +172,12 @@ def linear_token_logprobs(
 
     As `token_logprobs(torch.nn.functional.linear(hidden, weight, bias), tokens)`.
 
+    The other arguments are those of :func:`linear_softmax_topk` and of :func:`token_logprobs`.
+
     Args:
-        hidden: (..., H); see :func:`linear_softmax_topk`, which describes the arguments but `tokens` and those of the result.
-        weight: (V, H).
-        tokens: int64 (...), or (..., n) for n tokens of each row, such as a teacher's best ones. A negative number, such as -100,
-            stands for none.
-        bias: (V,) or None.
-        temperature: a positive number, or a tensor with one number per row.
-        mask: the tokens that count, bool or packed int32.
-        normalize: "allowed" or "all".
-        k: how many of the row's best tokens to return as well, 0 <= k <= V.
-        ranks: whether to count the tokens' ranks.
-        entropy: whether to compute the entropy of each row.
-        tail: whether to compute the log-probability of all tokens but the row's given ones.
-        ties: "index" or "last", as :func:`token_logprobs` has it.
+        tokens: int64 (...), or (..., n) for n tokens of each row, such as a teacher's best ones.
         recompute: whether the backward pass computes the logits again. False: the logits are kept for it, in the dtype of `hidden`,
             which takes rows * V elements and saves a product.
-        backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TokenLogprobs, as :func:`token_logprobs` returns it.
@@ -304,5 +273,4 @@ def _checked_head(
 def _is_learned(head: LinearProblem) -> bool:
     """Whether a gradient may be wanted, which needs the state of each row."""
     # Not the property `hidden`, which torch.compile of torch 2.6 cannot read from a named tuple.
-    learned = [x for x in (head.rows.logits, head.weight, head.bias) if x is not None]
-    return transform_is_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in learned))
+    return transform_is_active() or wants_gradient(head.rows.logits, head.weight, head.bias)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arguments import check_head, check_hidden, check_no_transform, logits_of_head
 from ..gone import refuse
 from ..operators import linear_sampling
-from ..problem import Sample, SampleProblem
+from ..problem import Sample
 from . import autocast, sampling
 
 
@@ -43,23 +43,9 @@ def linear_sample(
     It draws what `sample(torch.nn.functional.linear(hidden, weight, bias))` draws. :func:`sample` describes all arguments from
     `temperature` on, for logits of shape (..., V).
 
+    The other arguments are those of :func:`linear_softmax_topk` and, for the logits, of :func:`sample`.
+
     Args:
-        hidden: shape (..., H), float32, float16, bfloat16 or float64, any strides, any device.
-        weight: shape (V, H), the dtype and the device of `hidden`, any strides: that of `torch.nn.Linear`.
-        bias: shape (V,), likewise, or None.
-        temperature: divides the logits; 0 takes the best token. This, top_k, top_p and min_p are one number, or a tensor with one
-            number a row.
-        mask: the tokens that may be drawn, bool or packed int32.
-        top_k: keeps the k most likely tokens, and all that tie with the k-th. 0 or -1 keeps all.
-        top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`. 1 keeps all.
-        min_p: keeps the tokens whose probability is at least `min_p` times that of the most likely one. 0 keeps all.
-        seed: names the random numbers: an int, or an int64 tensor with one a row.
-        counter: which draw of its seed it is: an int, or an int64 tensor with one a row.
-        generator: names the random numbers where there is no `seed`.
-        num_samples: independent draws from each row.
-        topk: how many of the row's best tokens to return as well; 0 for none.
-        logprobs: "model", or "kept" for log-probabilities of the distribution that was drawn from.
-        kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
         backend: None, "cuda", "cpu" or "reference": what draws. The product is always the library's.
 
     Returns:
@@ -72,14 +58,12 @@ def linear_sample(
         RuntimeError: the requested backend does not work here; or the call is under a transform of torch.func.
 
     Contract:
-        Logits: summed in float32 (float64 for float64), with the bias, and rounded to the dtype of `hidden`, as a linear layer
-        gives them. The order of the sums is the library's: they may differ in the last place with the number of rows.
+        Logits: those of :func:`linear_softmax_topk`, by the library's product.
         Random numbers, tokens, ties, special rows: those of :func:`sample` for these logits. The random numbers are the same bit
         for bit. The token may differ only where the rounding of a logit decides it: where the random number is that near to a
         border between two tokens, or a token that near to the border of what is kept.
         Memory: at most 64 MB beyond the result, or what one row takes where V is in the millions. If the logits of all rows need
         more, the call takes the rows in blocks, one after another. Each block reads the weight.
-        Does not wait for the device, whatever is kept. Can be captured in a CUDA graph and compiled with fullgraph=True.
         torch.autocast: as for :func:`linear_softmax_topk`.
         Deterministic as the library's product is. Not differentiable.
     """
@@ -91,11 +75,10 @@ def linear_sample(
     logits = logits_of_head(hidden, weight)
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, topk, logprobs, kept, backend)
-    rows, filters = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, *request)
+    rows, checked = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, *request)
     check_no_transform("linear_sample")
     of_seed, of_counter = sampling.names_of(seed, counter, generator, logits)
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    rows = rows.with_logits(hidden)
-    problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, topk, logprobs == "kept", kept)
+    problem = sampling.problem_of(rows.with_logits(hidden), checked, of_seed, of_counter, request)
     result = linear_sampling.linear_sample(problem, weight, bias, backend)
     return result if hidden.dim() == 2 else sampling.shaped(result, hidden.shape[:-1])

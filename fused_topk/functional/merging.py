@@ -52,9 +52,10 @@ def topk_state(
 
     Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4 (https://arxiv.org/abs/1805.02867).
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
-        logits: shape (..., V_part), the columns `start` ... `start` + V_part - 1 of every row. See :func:`softmax_topk`,
-            which describes all arguments but `start`.
+        logits: shape (..., V_part), the columns `start` ... `start` + V_part - 1 of every row.
         k: the number of candidates to keep. Where it exceeds V_part, all V_part are kept.
         temperature: a positive number, or a tensor with one number per row. The merge must be given the same.
         mask: the tokens of the part that may be chosen, bool or packed int32, with the part's first token first.
@@ -62,7 +63,6 @@ def topk_state(
         normalize: "allowed": m and d are of the allowed tokens. "all": they are of the whole part, and the mask hides
             tokens from the choice only. "topk": as "allowed"; the merge then normalises by what it chooses.
         start: the token at which the part begins; start + V_part may exceed 2^31.
-        backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TopKState with logits and indices of shape (..., min(k, V_part)), m and d of shape (...).
@@ -144,15 +144,14 @@ def merge_topk(
     >>> merge_topk([topk_state(torch.tensor([1.0, 3.0]), 1), topk_state(torch.tensor([2.0]), 1, start=2)], k=2).indices
     tensor([1, 2])
 
+    The other arguments are those of :func:`merge_states`.
+
     Args:
-        parts: see :func:`merge_states`.
         k: the number of results per row, at most what the parts hold together. A part must hold its own k best, or all of
             its tokens.
-        temperature: the one that the states were made with: a positive number, or a tensor with one number per row.
         normalize: the one that the states were made with. "topk": the values are relative to the k chosen. "allowed" and "all"
             make no difference here: the states have it.
         kind: what the values are, "softmax", "log_softmax" or "logits", as :func:`softmax_topk`, :func:`log_softmax_topk` and :func:`topk`.
-        backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TopK with values and indices of shape (..., k), and logsumexp (...) of the scaled logits.
@@ -161,8 +160,7 @@ def merge_topk(
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
 
     Contract:
-        Indices, and the values of kind "logits", are exactly those of the unsharded call, ties included. Log-probabilities are
-        formed as (x - m) / T - log d, so a large common offset of the logits costs no accuracy. The rest is the contract of
+        Indices, and the values of kind "logits", are exactly those of the unsharded call, ties included. The rest is the contract of
         :func:`softmax_topk`. Differentiable with respect to the parts' logits, m and d, except where a logit is -inf.
     """
     if gone:

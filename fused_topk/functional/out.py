@@ -74,6 +74,11 @@ def check_out(
 have_changed: Callable[[Sequence[Tensor]], None] = torch.autograd.graph.increment_version
 
 
+def may_be_plain(out: Any, types: Sequence[type], length: int) -> bool:
+    """Whether `out` is a tuple of one of these types, with so many tensors that are of no subclass."""
+    return type(out) in types and len(out) == length and all(type(x) is Tensor for x in out)
+
+
 def is_plain_out(
     out: Sequence[Tensor],
     expected: Sequence[tuple[Sequence[int], torch.dtype]],
@@ -103,6 +108,12 @@ def is_plain_out(
             return False
         end_of_last = end
     return True
+
+
+def with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """The shape, with another size of one dimension."""
+    dim %= len(shape)
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public function that routes tokens to experts. It checks the arguments, moves the experts last, and runs a plan, or the
-operator where torch must see the call.
+"""The public function that routes tokens to experts. It checks the arguments and runs a plan, or the operator where torch must see
+the call.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..arguments import check_backend, check_dim, check_logits
+from ..arguments import check_backend
 from ..gone import refuse
 from ..operators.routing import Result, plan
 from ..operators.routing import router_topk as routed
 from ..operators.routing import router_topk_into as routed_into
 from ..problem import RouterTopK, result_dtype
 from ..router_arguments import INDEX_DTYPES, check_bias, check_router
-from ..row_arguments import check_rows, is_plain, plain_rows, vocabulary_last
+from ..row_arguments import check_rows, is_plain, plain_rows
 from ..rows import like_given
-from .out import check_out, have_changed, is_plain_out
+from .out import check_out, have_changed, is_plain_out, may_be_plain, with_size
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (RouterTopK, tuple)
@@ -102,8 +102,6 @@ def router_topk(
         NaN: with sigmoid and sqrtsoftplus an expert whose logit is NaN comes first and has the weight NaN; normalized, all of the
         row's weights are NaN. With softmax a row with NaN, with +inf, or of only -inf has scores of NaN, as in torch: its weights
         are NaN, and its experts follow by index, those with logits of -inf last. +inf has the sigmoid 1 and sqrtsoftplus +inf.
-        Deterministic: a row gives the same bits in every call, in every batch. A call does not wait for the device, except the
-        first one of a kernel on a GPU. Can be captured in a CUDA graph and compiled with fullgraph=True.
         The weights are differentiable with respect to the logits, as a function of the experts that are chosen: the choice has no
         gradient. That of the bias, which has an effect on the choice alone, is zero.
     """
@@ -118,9 +116,9 @@ def router_topk(
         and type(dim) is int
         and dim == -1
         and backend in _BACKENDS
-        and (out is None or _may_be_plain(out))
+        and (out is None or may_be_plain(out, _OUT_TYPES, 2))
     ):
-        rows = plain_rows(logits, mask=mask, out=out or ())
+        rows = plain_rows(logits, mask=mask, others=out or ())
         if rows is not None and (
             bias is None
             or (is_plain(bias, logits, result_dtype(logits.dtype), logits.shape[-1:]) and bias.is_contiguous())
@@ -137,37 +135,24 @@ def router_topk(
             planned.run_into(written, rows, bias)
             have_changed(written)
             return written
-    check_logits(logits)
-    dims = logits.dim()
-    dim = check_dim(dim, dims)
-    moved = dim != dims - 1
-    if moved:
-        logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
-    rows = check_rows(logits, mask=mask)
-    bias = check_bias(bias, logits)
+    rows = check_rows(logits, mask=mask, dim=dim)
+    moved = rows.logits is not logits
+    bias = check_bias(bias, rows.logits)
     if out is not None:
         index_dtype = _index_dtype_of(out)
-    check_router(logits.shape[-1], index_dtype, *(*request, scale))
+    check_router(logits.shape[dim], index_dtype, *(*request, scale))
     check_backend(backend)
     asked = (*request, float(scale))
     if out is None:
         result = routed(rows, bias, asked, index_dtype, backend)
         return RouterTopK(*(x.movedim(-1, dim) for x in result)) if moved else result
-    expected = list(Result.of(logits, k, index_dtype))
-    if moved:
-        shape = list(logits.shape[:-1])
-        shape.insert(dim, k)
-        expected = [(tuple(shape), dtype) for _, dtype in expected]
+    expected = [(with_size(logits.shape, dim, k), dtype) for _, dtype in Result.of(rows.logits, k, index_dtype)]
     check_out(out, expected, rows, RouterTopK._fields, bias)
     written = RouterTopK(*out)
     last = RouterTopK(*(x.movedim(dim, -1) for x in written)) if moved else written
     if not routed_into(rows, bias, asked, backend, last):
         have_changed(written)
     return written
-
-
-def _may_be_plain(out: Any) -> bool:
-    return type(out) in _OUT_TYPES and len(out) == 2 and type(out[0]) is type(out[1]) is Tensor
 
 
 def _index_dtype_of(out: Any) -> Any:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions of top-k. They check the arguments, move the vocabulary last, and run a plan, or the operator where
-torch must see the call.
-"""
+"""The public functions of top-k. They check the arguments and run a plan, or the operator where torch must see the call."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -13,9 +11,7 @@ from torch import Tensor
 from .. import backends
 from ..arguments import (
     check_backend,
-    check_dim,
     check_k,
-    check_logits,
     check_normalize,
     check_whole_rows,
     is_distributed,
@@ -24,9 +20,9 @@ from ..gone import refuse
 from ..operators.results import row_result
 from ..operators.row_topk import Plan, plan, row_topk, row_topk_into
 from ..problem import TopK, TopKLogits
-from ..row_arguments import check_rows, plain_rows, vocabulary_last
+from ..row_arguments import check_rows, plain_rows
 from ..rows import LogitRows
-from .out import check_out, have_changed, is_plain_out
+from .out import check_out, have_changed, is_plain_out, may_be_plain, with_size
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, TopKLogits, tuple)
@@ -87,15 +83,8 @@ def softmax_topk(
         RuntimeError: the requested backend does not work here, or a kernel does not compile.
 
     Contract:
-        Order: greater logits first, NaN above +inf; equal logits (-0 equals +0) by smaller index. So the indices are
-        fully determined: they are equal on every backend and in every run. They are always in range and distinct.
-        There are always k results. Where fewer tokens are allowed or finite, the rest have probability 0.
-        A row with NaN has NaN values and a NaN logsumexp. Another row with +inf has NaN values and the logsumexp +inf.
-        A row of only -inf, or with no allowed token, has NaN values, the logsumexp -inf and the indices 0 ... k - 1.
-        Deterministic: the same row gives the same bits in every call and in every batch.
-        A call does not wait for the device, except the first call of a kernel on a GPU, which compiles and loads it.
-        :func:`warm_up` does that ahead. Can be captured in a CUDA graph and compiled with fullgraph=True.
-        Values and logsumexp are differentiable with respect to the logits.
+        Greater logits first, equal ones by smaller index: docs/promises.md has the order, special values, determinism and waiting,
+        which are the same for all functions. Values and logsumexp are differentiable with respect to the logits.
     """
     if gone:
         refuse("softmax_topk", gone)
@@ -120,19 +109,12 @@ def log_softmax_topk(
     >>> log_softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
     tensor([-0.4076, -1.4076])
 
-    The contract is that of :func:`softmax_topk`. The values are computed as (x - m) / T - log d with the row's maximum
-    m. So a large common offset of the logits costs no accuracy. A token that is not allowed has the value -inf.
+    The contract is that of :func:`softmax_topk`. A token that is not allowed has the value -inf.
+
+    The other arguments are those of :func:`softmax_topk`.
 
     Args:
-        logits: see :func:`softmax_topk`, which describes all arguments.
-        k: the number of results per row, 1 <= k <= V.
-        dim: the vocabulary dimension.
-        temperature: a positive number, or a tensor with one number per row.
-        mask: the tokens that may be chosen, bool or packed int32.
-        lengths: how many of a row's first tokens there are, one number a row.
         normalize: "allowed", "all" (log-probabilities of the whole row, as in beam search) or "topk".
-        out: (values, indices, logsumexp) to write into.
-        backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TopK with values float32 (..., k), indices int64 (..., k), logsumexp float32 (...).
@@ -163,14 +145,10 @@ def topk(
 
     Like `torch.topk`, but ties are determined: the order and the contract are those of :func:`softmax_topk`.
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
-        logits: see :func:`softmax_topk`, which describes all arguments.
-        k: the number of results per row, 1 <= k <= V.
-        dim: the vocabulary dimension.
-        mask: the tokens that may be chosen; the others have the value -inf.
-        lengths: how many of a row's first tokens there are, one number a row; the others have the value -inf.
         out: (values, indices) to write into.
-        backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TopKLogits with values (..., k), bit-exact copies in the dtype of `logits`, and indices int64 (..., k).
@@ -202,7 +180,7 @@ def _row(
         and type(dim) is int
         and type(normalize) is str
         and backend in _BACKENDS
-        and (out is None or (dim == -1 and _may_be_plain(out, values)))
+        and (out is None or (dim == -1 and may_be_plain(out, _OUT_TYPES, len(_fields(values)))))
     ):
         rows = plain_rows(logits, temperature, mask, lengths, out or (), dim)
         if rows is not None:
@@ -219,24 +197,16 @@ def _row(
 
         check_whole_rows("lengths", lengths, "hide the tokens by a mask")
         return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend, out)
-    check_logits(logits)
-    dims = logits.dim()
-    dim = check_dim(dim, dims)
-    moved = dim != dims - 1
-    if moved:
-        logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
-    rows = check_rows(logits, temperature, mask, lengths)
-    check_k(k, logits.shape[-1])
+    rows = check_rows(logits, temperature, mask, lengths, dim)
+    moved = rows.logits is not logits
+    check_k(k, logits.shape[dim])
     if out is None:
         best = row_topk(rows, k, values, normalize, backend)
         return _with_dim(best, dim) if moved else best
 
     fields = _fields(values)
-    expected = list(row_result(logits, k, values))[: len(fields)]
-    if moved:
-        shape = list(logits.shape[:-1])
-        shape.insert(dim, k)
-        expected[:2] = [(tuple(shape), dtype) for _, dtype in expected[:2]]
+    expected = list(row_result(rows.logits, k, values))[: len(fields)]
+    expected[:2] = [(with_size(logits.shape, dim, k), dtype) for _, dtype in expected[:2]]
     check_out(out, expected, rows, fields)
     values_of, indices, *logsumexp = out
     written = TopK(values_of, indices, *(logsumexp or [logits.new_empty(0)]))
@@ -256,12 +226,6 @@ def _with_dim(best: TopK, dim: int) -> TopK:
 def _fields(values: str) -> tuple[str, ...]:
     """The fields of `out`."""
     return TopKLogits._fields if values == "logits" else TopK._fields
-
-
-def _may_be_plain(out: Any, values: str) -> bool:
-    if type(out) not in _OUT_TYPES or len(out) != len(_fields(values)):
-        return False
-    return type(out[0]) is type(out[1]) is type(out[-1]) is Tensor
 
 
 def _written(planned: Plan, rows: LogitRows, out: tuple[Tensor, ...]) -> TopK:

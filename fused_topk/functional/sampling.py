@@ -38,22 +38,31 @@ from ..arguments import (
 )
 from ..gone import refuse
 from ..operators import sampling
-from ..operators.dispatch import need_dispatcher
 from ..operators.ranks import target_ranks
 from ..problem import Sample, SampleProblem, changed
-from ..row_arguments import check_row_numbers, check_rows, is_plain
-from ..rows import Like, LogitRows
+from ..row_arguments import (
+    GREATEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
+    check_layout,
+    check_row_numbers,
+    check_rows,
+    plain_rows,
+)
+from ..rows import Like, LogitRows, RowsLayout, like
+from ..tracing import is_traced_by_dynamo
 
 # A parameter as (the number of all rows, None), or (a number that is not used, the number of each row).
 _Of = tuple[Any, Tensor | None]
-# top_k, top_p and min_p in this form.
-_Filters = tuple[Any, Tensor | None, Any, Tensor | None, Any, Tensor | None]
+# temperature, top_k, top_p and min_p in this form.
+_Numbers = tuple[_Of, _Of, _Of, _Of]
 _SEEDS = (-(2**63), 2**63 - 1)
 # The seed and the counter of rows that draw no number.
 _NO_NAME: _Of = (0, None)
 _MOST_SAMPLES = 2**31 - 1
-# The types of num_samples, topk, logprobs, kept and backend that can be in the key of a plan.
-_PLANNED_REQUESTS = (int, bool, str, type(None))
+# The types of temperature to min_p, of num_samples to backend, and of seed, counter and noise that a plan serves.
+_PLANNED_NUMBERS = {float, int, Tensor}
+_PLANNED_REQUESTS = {int, bool, str, type(None)}
+_PLANNED_NAMES = {int, type(None), Tensor}
 
 
 def sample(
@@ -82,14 +91,12 @@ def sample(
     The distribution is that of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and
     MinPLogitsWarper, in this order, each acting on what the one before it left. The vocabulary is the last dimension.
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
-        logits: shape (..., V), float32, float16, bfloat16 or float64, any strides, any device.
         temperature: divides the logits; 0 takes the best token. This, top_k, top_p and min_p are one number, or a tensor with one
             number a row, broadcastable to the shape of `logits` without the vocabulary. The values of a CPU tensor are checked,
             those of a CUDA tensor are not.
-        mask: the tokens that may be drawn, as for :func:`softmax_topk`: a token that is not allowed counts as -inf.
-        lengths: how many of a row's first tokens there are, as for :func:`softmax_topk`: the others count as -inf, and are
-            not read.
         top_k: keeps the k most likely tokens, and all that tie with the k-th. 0, -1, or more than V, keeps all.
         top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`, and at least one.
             Of equal tokens at this border the smaller indices are kept. 1 keeps all.
@@ -104,16 +111,15 @@ def sample(
             samplers do. None: torch's default generator of the device. A CUDA graph needs it registered.
         noise: float32 of the logits' shape, instead of random numbers of ours: an independent draw of the exponential
             distribution for each token, such as ``torch.empty_like(probs).exponential_(generator=g)`` of float32 `probs`. The token
-            is the one with the greatest p_i / noise_i among those that are kept; of equal ones the smallest. That is how
-            ``torch.multinomial(probs, 1, generator=g)`` draws, so the numbers that it would draw give its token. It takes the place
-            of `seed`, `counter` and `generator`, and `num_samples` must be 1.
+            is the one with the greatest p_i / noise_i among those that are kept; of equal ones the smallest, as
+            ``torch.multinomial(probs, 1, generator=g)`` draws. It takes the place of `seed`, `counter` and `generator`, and
+            `num_samples` must be 1.
         num_samples: independent draws from each row; a token may come more than once.
         topk: how many of the row's best tokens to return as well; 0 for none.
         logprobs: what the log-probabilities are relative to. "model": of `log_softmax(logits)` over the allowed tokens. "kept": of
             the distribution that was drawn from, after temperature, top-k, top-p and min-p.
         kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
-        ranks: whether to return the ranks of the drawn tokens in their rows.
-        backend: None, "cuda", "cpu" or "reference", as for :func:`softmax_topk`.
+        ranks: whether to return the ranks of the drawn tokens in their rows, by one more read.
 
     Returns:
         Sample with tokens int64 (..., num_samples), logprobs float32 (..., num_samples), topk, the TopK that
@@ -129,28 +135,22 @@ def sample(
     Contract:
         A draw takes one uniform number u, of 52 bits, never 0 and never 1. It is Philox4x32-10 of (seed; counter, sample,
         row's number or 0), bit for bit the same on every backend. The token is the first by index at which the sum of the
-        kept tokens' probabilities exceeds u. Backends sum in different orders. So they draw the same token unless u is within
-        2^-19 of a border between two tokens, and keep the same tokens unless a token is that near to the border of top-p.
+        kept tokens' probabilities exceeds u. Backends draw the same token unless u is within 2^-19 of a border between two tokens,
+        and keep the same tokens unless a token is that near to the border of top-p.
         With `noise` the token has the greatest (x_i - m) / T - log noise_i, in float32 or better. Backends draw the same token, and
         that of torch.multinomial, unless two quotients are equal to a part in 10^6, or a token is within rounding of the border of
-        top-p: about one draw in a million. Noise that is not positive is no error: 0 wins, and NaN or less than 0 loses.
+        top-p. Noise that is not positive is no error: 0 wins, and NaN or less than 0 loses.
         A token that is not kept, not allowed, of probability 0, or beyond the row's length is never drawn.
         `kept` does not count logits of -inf. Of equal tokens at the border of top-p it counts those that are kept. Tokens with
         less than 2^-44 of the best token's probability (2^-30 in the longest rows) may be missing from it, and from the draw.
         For temperature 0 the count is 1, and the logsumexp is the best logit. For a row without a distribution the count is 0,
         and the logsumexp NaN.
-        A rank is the number of tokens whose logit is at least the drawn token's. It counts all tokens that are allowed and within
-        the length, whatever top-k, top-p and min-p keep. So all tokens that tie count, as in inference engines. Ranks need one
-        more read of the row.
-        A row is read once if a list of its best tokens holds all that is kept. Otherwise it is mostly read once more for min-p,
-        and once or twice more for top-p. Rows with many ties, and rows made to be slow, may need more reads: the border is
-        searched in a range of at most 2^32 logits, which every one or two reads at least halve.
+        A rank is the number of tokens whose logit is at least the drawn token's, among all that are allowed and within the length.
         A row has no distribution if it has a NaN or a +inf, only -inf, or no allowed token. It gives the first token in the order
         of :func:`softmax_topk`, and NaN log-probabilities. A row on a GPU whose temperature is negative or NaN gives that token,
         too, and NaN as its log-probability among what is kept. Temperature 0 gives the same token, with 0 as that
         log-probability. Tokens are always in range.
-        Deterministic. A call does not wait for the device, and can be captured in a CUDA graph. Not differentiable:
-        for a gradient, gather the tokens from a log_softmax.
+        Not differentiable: for a gradient, gather the tokens from a log_softmax.
         With torch.compile, pass `seed` or `noise`, or leave out `seed` and `generator`.
 
     Example:
@@ -160,36 +160,43 @@ def sample(
     """
     if gone:
         refuse("sample", gone)
-    numbers = (temperature, top_k, top_p, min_p)
+    numbers: tuple[Any, ...] = (temperature, top_k, top_p, min_p)
     request = (num_samples, topk, logprobs, kept, backend)
     check_flags(ranks=ranks)
-    if type(logits) is Tensor and mask is None and lengths is None:
-        planned = _planned(logits, numbers, request, seed, counter, generator, noise, ranks)
-        if planned is not None:
-            return planned
-    check_logits(logits)
-    lead = logits.shape[:-1]
-    rows, filters = check_parameters(logits, logits.device.type, numbers, mask, lengths, *request)
-    check_no_transform("sample")
-    rows = rows.with_logits(logits.detach()).flat()
+    rows = _plain_rows(logits, mask, lengths, numbers, request, (seed, counter, noise))
+    plan = None
+    if rows is not None:
+        # The plan of the layout checks the rows, the numbers of all rows and the request.
+        if Tensor in map(type, numbers):
+            of_each = check_numbers(logits, _floating(logits.device.type), *numbers)
+            plan = _plan(logits.device, rows.layout(), *(n if x is None else like(x) for n, x in of_each), *request)
+        else:
+            plan = _plan(logits.device, rows.layout(), *numbers, *request)
+            of_each = plan.numbers
+        if logits.dim() != 2 or rows.hides():
+            rows = rows.broadcast().flat()
+    else:
+        check_logits(logits)
+        rows, of_each = check_parameters(logits, logits.device.type, numbers, mask, lengths, *request)
+        check_no_transform("sample")
+        rows = rows.with_logits(logits.detach()).flat()
     of_noise = None
     if noise is None:
         of_seed, of_counter = names_of(seed, counter, generator, logits)
     else:
         of_noise = _checked_noise(noise, logits, seed, counter, generator, num_samples)
         of_seed = of_counter = _NO_NAME
-    names = (*of_seed, *of_counter)
-    problem = SampleProblem(rows, *filters, *names, num_samples, topk, logprobs == "kept", kept, 0, of_noise)
-    result = sampling.sample(problem, backend)
+    problem = problem_of(rows, of_each, of_seed, of_counter, request, of_noise)
+    result = sampling.sample(problem, backend) if plan is None else plan.prepared.run(problem)
     if ranks:
         result = _with_ranks(result, rows, backend)
-    return result if logits.dim() == 2 else shaped(result, lead)
+    return result if logits.dim() == 2 else shaped(result, logits.shape[:-1])
 
 
 def check_parameters(
     logits: Tensor,
     device_type: str,
-    numbers: tuple[Any, Any, Any, Any],
+    numbers: tuple[Any, ...],
     mask: Tensor | None,
     lengths: Tensor | None,
     num_samples: Any,
@@ -197,19 +204,17 @@ def check_parameters(
     logprobs: Any,
     kept: Any,
     backend: Any,
-) -> tuple[LogitRows, _Filters]:
-    """Checks the arguments. Returns the rows, and the fields top_k to row_min_p of :class:`SampleProblem`. The logits may be a meta
-    tensor, in place of one on a device of that type."""
-    temperature, top_k, top_p, min_p = numbers
-    floating = torch.float32 if device_type in ("mps", "xpu") else torch.float64
-    rows = check_rows(logits, temperature, mask, lengths, dtype_of_draws=floating)
+) -> tuple[LogitRows, _Numbers]:
+    """Checks the arguments. Returns the rows, at the temperature 1, and the numbers: temperature, top_k, top_p and min_p. The logits may
+    be a meta tensor, in place of one on a device of that type."""
+    rows = check_rows(logits, 1.0, mask, lengths)
+    checked = check_numbers(logits, _floating(device_type), *numbers)
     check_backend(backend)
     check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
     check_list("topk", topk, logits.shape[-1])
     check_logprobs(logprobs)
     check_flags(kept=kept)
-    of_top_k, of_top_p, of_min_p = check_filters(logits, floating, top_k, top_p, min_p)
-    return rows, (*of_top_k, *of_top_p, *of_min_p)
+    return rows, checked
 
 
 def check_logprobs(logprobs: Any) -> None:
@@ -220,20 +225,39 @@ def check_logprobs(logprobs: Any) -> None:
     check_choice("logprobs", logprobs, ("model", "kept"))
 
 
-def check_filters(logits: Tensor, floating: torch.dtype, top_k: Any, top_p: Any, min_p: Any) -> tuple[_Of, _Of, _Of]:
-    """Each as (of all rows, of each)."""
+def check_numbers(
+    logits: Tensor, floating: torch.dtype, temperature: Any, top_k: Any, top_p: Any, min_p: Any
+) -> _Numbers:
+    limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
     return (
+        check_row_numbers("temperature", temperature, logits, floating, limits, or_zero=True),
         check_row_numbers("top_k", top_k, logits, torch.int64, (-1, _SEEDS[1])),
         check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
         check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
     )
 
 
-class _Plan(NamedTuple):
-    """All of a call whose parameters are numbers, except its seeds and tensors."""
+def _floating(device_type: str) -> torch.dtype:
+    """The dtype of numbers of each row."""
+    return torch.float32 if device_type in ("mps", "xpu") else torch.float64
 
-    rows: LogitRows
-    filters: _Filters
+
+def problem_of(
+    rows: LogitRows, numbers: _Numbers, seed: _Of, counter: _Of, request: tuple[Any, ...], noise: Tensor | None = None
+) -> SampleProblem:
+    """rows: at the temperature 1. request: checked, num_samples to backend of :func:`check_parameters`."""
+    (temperature, row_temperature), top_k, top_p, min_p = numbers
+    num_samples, topk, logprobs, kept, _ = request
+    logits, _, _, mask, lengths = rows
+    rows = LogitRows(logits, temperature=temperature, row_temperature=row_temperature, mask=mask, lengths=lengths)
+    parameters = (*top_k, *top_p, *min_p, *seed, *counter)
+    return SampleProblem(rows, *parameters, num_samples, topk, logprobs == "kept", kept, 0, noise)
+
+
+class _Plan(NamedTuple):
+    """All of a call except its seeds and tensors."""
+
+    numbers: _Numbers
     prepared: sampling.Plan
 
 
@@ -241,85 +265,33 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan(
     device: torch.device,
-    dtype: torch.dtype,
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    layout: RowsLayout,
+    temperature: float | Like,
+    top_k: int | Like,
+    top_p: float | Like,
+    min_p: float | Like,
     *request: Any,
 ) -> _Plan:
-    """Checks and plans a call, once for all calls with the same arguments. request: num_samples to backend of
-    :func:`check_parameters`."""
-    logits = Like(dtype, shape, strides).meta()
-    rows, filters = check_parameters(logits, device.type, (temperature, top_k, top_p, min_p), None, None, *request)
-    rows, (num_samples, topk, logprobs, kept, backend) = rows.flat(), request
-    wanted = num_samples, topk, logprobs == "kept", kept
-    return _Plan(rows, filters, sampling.plan(device, backend, rows.layout(), *filters, *wanted))
+    """Checks and plans a call, once for all calls with the same layout and arguments. Numbers of each row are flat. request: num_samples
+    to backend of :func:`check_parameters`."""
+    rows = check_layout(layout).flat()
+    given = tuple(x.meta() if isinstance(x, Like) else x for x in (temperature, top_k, top_p, min_p))
+    rows, numbers = check_parameters(rows.logits, device.type, given, rows.mask, rows.lengths, *request)
+    return _Plan(numbers, sampling.plan_of(problem_of(rows, numbers, _NO_NAME, _NO_NAME, request), request[-1], device))
 
 
-_NUMBERS = (float, int)
-
-
-def _planned(
-    logits: Tensor,
-    numbers: tuple[Any, Any, Any, Any],
-    request: tuple[Any, ...],
-    seed: Any,
-    counter: Any,
-    generator: Any,
-    noise: Any,
-    ranks: bool,
-) -> Sample | None:
-    """Draws by a cached plan, without torch's dispatcher. None if an argument may need more than that."""
-    temperature, top_k, top_p, min_p = numbers
-    if not (
-        type(temperature) in _NUMBERS
-        and type(top_k) is int
-        and type(top_p) in _NUMBERS
-        and type(min_p) in _NUMBERS
-        and all(type(each) in _PLANNED_REQUESTS for each in request)
-    ) or need_dispatcher(logits):
+def _plain_rows(
+    logits: Any, mask: Any, lengths: Any, numbers: tuple[Any, ...], request: tuple[Any, ...], names: tuple[Any, ...]
+) -> LogitRows | None:
+    """The rows of a call that a plan serves, at the temperature 1, without torch's dispatcher. None if an argument may need more."""
+    # torch.compile of torch 2.6 cannot trace the comparisons of sets.
+    if is_traced_by_dynamo() or not (
+        _PLANNED_NUMBERS.issuperset(map(type, numbers))
+        and _PLANNED_REQUESTS.issuperset(map(type, request))
+        and _PLANNED_NAMES.issuperset(map(type, names))
+    ):
         return None
-    shape = logits.shape
-    for name in (seed, counter):
-        if type(name) is Tensor:
-            if not is_plain(name, logits, torch.int64, shape[:-1]) or not name.is_contiguous():
-                return None
-        elif name is not None and (type(name) is not int or not _SEEDS[0] <= name <= _SEEDS[1]):
-            return None
-    if seed is None:
-        if type(counter) is not int or counter != 0:
-            return None
-        if noise is not None and (
-            generator is not None
-            or request[0] != 1
-            or not (is_plain(noise, logits, torch.float32, shape) and noise.is_contiguous())
-        ):
-            return None
-        if generator is not None and (
-            type(generator) is not torch.Generator or generator.device.type != logits.device.type
-        ):
-            return None
-    elif generator is not None or noise is not None or counter is None:
-        return None
-    plan = _plan(logits.device, logits.dtype, shape, logits.stride(), *numbers, *request)
-    if noise is not None:
-        of_seed = of_counter = _NO_NAME
-        noise = noise.view(-1, shape[-1])
-    elif seed is None:
-        of_seed, of_counter = random_names(len(plan.rows.logits), logits.device, generator)
-    else:
-        of_seed, of_counter = _flat_name(seed), _flat_name(counter)
-    is_flat = len(shape) == 2
-    rows = plan.rows.with_logits(logits if is_flat else logits.reshape(-1, shape[-1]))
-    num_samples, topk, logprobs, kept, backend = request
-    fields: Any = (rows, *plan.filters, *of_seed, *of_counter, num_samples, topk, logprobs == "kept", kept, 0, noise)
-    result = plan.prepared.run(SampleProblem(*fields))
-    if ranks:
-        result = _with_ranks(result, rows, backend)
-    return result if is_flat else shaped(result, shape[:-1])
+    return plain_rows(logits, 1.0, mask, lengths, [x for x in (*numbers, *names) if type(x) is Tensor])
 
 
 def _checked_noise(noise: Any, logits: Tensor, seed: Any, counter: Any, generator: Any, num_samples: int) -> Tensor:
@@ -358,11 +330,6 @@ def _with_ranks(result: Sample, rows: LogitRows, backend: str | None) -> Sample:
 def is_zero(value: Any) -> bool:
     """Whether it is the int 0, of Python or of NumPy."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value == 0)
-
-
-def _flat_name(name: Any) -> _Of:
-    """A checked seed or counter as (of all, of each)."""
-    return (0, name.view(-1)) if type(name) is Tensor else (name, None)
 
 
 def names_of(

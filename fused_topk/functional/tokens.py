@@ -17,12 +17,13 @@ from ..arguments import (
     check_same_device,
     check_tensor,
     is_readable,
+    number_outside,
 )
 from ..operators.ranks import target_ranks
-from ..operators.row_topk import row_topk
+from ..operators.row_topk import plan, row_topk
 from ..operators.token_spread import token_spread
 from ..problem import TokenLogprobs
-from ..row_arguments import check_rows
+from ..row_arguments import check_rows, plain_rows
 from ..rows import LogitRows
 
 _TIES = ("index", "last")
@@ -50,13 +51,11 @@ def token_logprobs(
 
     For scoring given texts, for training, and to see how the tokens that were drawn fare among the others.
 
+    The other arguments are those of :func:`softmax_topk`.
+
     Args:
-        logits: shape (..., V). This and the next four arguments are those of :func:`softmax_topk`.
         tokens: int64. One for each row has the shape (...), n for each row have the shape (..., n). A negative number, such as
             -100, stands for none.
-        temperature: divides the logits: a positive number, or a tensor with one number per row.
-        mask: the tokens that count, bool or packed int32.
-        lengths: how many of a row's first tokens there are, one number a row.
         normalize: "allowed": log-probabilities are relative to the allowed tokens. "all": to the whole row, up to its length.
         k: how many of the row's best tokens to return as well, 0 <= k <= V.
         ranks: whether to count the tokens' ranks.
@@ -64,7 +63,6 @@ def token_logprobs(
         tail: whether to compute the log-probability of all tokens but the row's given ones.
         ties: which of the tokens that tie with a given one count in its rank. "index": those up to its own index. The rank is
             then the token's place in the order of :func:`softmax_topk`. "last": all of them, as inference engines count.
-        backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TokenLogprobs with logprobs float32 of the shape of `tokens`, NaN where there is none, and logsumexp float32 (...) of the
@@ -75,8 +73,7 @@ def token_logprobs(
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
 
     Contract:
-        Each log-probability is computed as a difference to the best token's, so a large common offset costs no accuracy. A token
-        that is not allowed has -inf. A row without probabilities, such as one with NaN, has NaN.
+        A token that is not allowed has -inf. A row without probabilities, such as one with NaN, has NaN.
         A rank is the number of tokens whose logit is greater than the token's, and of the equal ones that `ties` counts; NaN is
         greater than all. A token that is not allowed has the rank of a logit of -inf. Ranks need one more read of the row, mostly
         from the cache. Tokens of V or more raise on the CPU, and must not occur on a GPU, where nothing outside the row is read.
@@ -91,12 +88,21 @@ def token_logprobs(
     check_flags(ranks=ranks, entropy=entropy, tail=tail)
     check_ties(ties)
     check_backend(backend)
-    rows = check_rows(logits, temperature, mask, lengths)
-    check_list("k", k, logits.shape[-1])
-    check_tokens(tokens, logits)
+    is_plain = type(tokens) is Tensor and type(k) is int
+    rows = plain_rows(logits, temperature, mask, lengths, (tokens,)) if is_plain else None
+    if rows is not None:
+        # The plan of the layout checks the rows and k.
+        planned = plan(logits.device, rows.layout(), k or 1, "log_softmax", normalize, backend)
+        are_known = check_tokens(tokens, logits)
+        best, rows = planned.run(rows), rows.broadcast()
+    else:
+        rows = check_rows(logits, temperature, mask, lengths)
+        check_list("k", k, logits.shape[-1])
+        are_known = check_tokens(tokens, logits)
+        best = row_topk(rows, k or 1, "log_softmax", normalize, backend)
     of_row = tokens if tokens.dim() == logits.dim() else tokens.unsqueeze(-1)
-    best = row_topk(rows, k or 1, "log_softmax", normalize, backend)
-    logprobs = _logprobs(rows, of_row, best.values[..., :1], best.indices[..., :1])
+    values, indices = (best.values, best.indices) if k <= 1 else (best.values[..., :1], best.indices[..., :1])
+    logprobs = _logprobs(rows, of_row, are_known, values, indices)
     counted = target_ranks(rows, of_row, ties == "last", backend) if ranks else None
     of_entropy = of_tail = None
     if entropy or tail:
@@ -117,9 +123,9 @@ def check_ties(ties: Any) -> None:
     check_choice("ties", ties, _TIES)
 
 
-def check_tokens(tokens: Any, logits: Tensor, is_part: bool = False) -> None:
-    """Checks one token a row, or several in a last dimension. is_part: whether `logits` have only a part of the vocabulary, which
-    tokens may lie outside of."""
+def check_tokens(tokens: Any, logits: Tensor, is_part: bool = False) -> bool:
+    """Checks one token a row, or several in a last dimension. Returns whether all are known to be in the row. is_part: whether
+    `logits` have only a part of the vocabulary, which tokens may lie outside of."""
     check_tensor("tokens", tokens)
     if tokens.dtype != torch.int64:
         raise TypeError(f"`tokens` must be int64, got {tokens.dtype}; use .long()")
@@ -132,25 +138,30 @@ def check_tokens(tokens: Any, logits: Tensor, is_part: bool = False) -> None:
             "for a causal model drop the last position and the first token"
         )
     check_same_device("tokens", tokens, logits)
-    if is_part or not tokens.numel() or not is_readable(tokens):
-        return
-    greatest = int(tokens.max())
-    if greatest >= logits.shape[-1]:
+    if is_part or not is_readable(tokens):
+        return False
+    last = logits.shape[-1] - 1
+    if number_outside(tokens, 0, last) is None:
+        return True
+    wrong = number_outside(tokens, -torch.inf, last)
+    if wrong is not None:
         raise ValueError(
-            f"`tokens` must be below the vocabulary size {logits.shape[-1]}, got {greatest}; negative ones mark positions "
-            "without a token"
+            f"`tokens` must be below the vocabulary size {last + 1}, got {wrong}; negative ones mark positions without a token"
         )
+    return False
 
 
-def _logprobs(rows: LogitRows, tokens: Tensor, first: Tensor, index: Tensor) -> Tensor:
-    """index, first: the best token, and its log-probability, NaN in a row without probabilities."""
+def _logprobs(rows: LogitRows, tokens: Tensor, are_known: bool, first: Tensor, index: Tensor) -> Tensor:
+    """are_known: whether all tokens are known to be in the row. index, first: the best token, and its log-probability, NaN in a row
+    without probabilities."""
     # Computed as a difference to the best token, so a common offset of the logits costs no digits.
-    places = tokens.clamp(0, rows.logits.shape[-1] - 1)
+    places = tokens if are_known else tokens.clamp(0, rows.logits.shape[-1] - 1)
     best = rows.logits.gather(-1, index).to(first.dtype)
-    # -inf - -inf would be NaN. A row whose best logit is -inf has no greater one.
-    best = best.where(best != -torch.inf, 0.0)
+    if rows.hides():
+        # -inf - -inf would be NaN. A row whose best allowed logit is -inf has no greater one.
+        best = best.masked_fill(best == -torch.inf, 0.0)
     logprobs = first + rows.scale().log_weight(rows.logits.gather(-1, places).to(first.dtype), best)
     counted = rows.counted_at(places)
     if counted is not None:
         logprobs = logprobs.where(counted | first.isnan(), -torch.inf)
-    return logprobs.where(tokens >= 0, torch.nan)
+    return logprobs if are_known else logprobs.masked_fill(tokens < 0, torch.nan)

@@ -90,7 +90,7 @@ def reference(problem: FullRowProblem, out: Tensor) -> None:
 
 
 def _prepare_reference(problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> Start:
-    return lambda rows, out: reference(problem._replace(rows=problem.rows.at(rows)), out)
+    return lambda rows, out: reference(problem._replace(rows=rows.broadcast()), out)
 
 
 def prepare_cpu(problem: FullRowProblem, device: torch.device, dtype: torch.dtype, instruction_set: str = "") -> Start:
@@ -125,13 +125,13 @@ def prepare_cuda(
         start, to = rows.logits.data_ptr(), out.data_ptr()
         planned = unaligned if start % 16 or (is_written and to % 16) else aligned
         if planned is None or not has_adjacent or start % itemsize:
-            given = problem.rows.at(rows)
+            given = rows.broadcast()
             copied = given._replace(logits=given.logits.clone(memory_format=torch.contiguous_format))
             prepare_cuda(problem._replace(rows=copied), device, dtype, choice)(copied, out)
             return
         if problem.rows.has_numbers():
             # The kernel reads contiguous numbers alone. Others are rare, so they are copied.
-            rows = problem.rows.at(rows).with_adjacent_numbers()
+            rows = rows.broadcast().with_adjacent_numbers()
         workspace, scratch, counters = cuda.workspace(index, out.device, planned.scratch_words, planned.counters)
         argument = driver.argument(planned.fill(rows, scratch, counters, out))
         driver.call(

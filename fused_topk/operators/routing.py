@@ -212,7 +212,7 @@ def _sum(x: Tensor, least: int) -> Tensor:
 
 
 def _prepare_reference(problem: RouterProblem, device: torch.device) -> Start:
-    return lambda rows, bias, out: reference(problem._replace(rows=problem.rows.at(rows), bias=bias), out)
+    return lambda rows, bias, out: reference(problem._replace(rows=rows.broadcast(), bias=bias), out)
 
 
 def prepare_cpu(problem: RouterProblem, device: torch.device, instruction_set: str = "") -> Start:
@@ -250,7 +250,7 @@ def prepare_cuda(problem: RouterProblem, device: torch.device) -> Start:
 
     def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
         if planned is None or not has_adjacent or rows.logits.data_ptr() % itemsize:
-            copied = cuda.copied(problem.rows.at(rows))
+            copied = cuda.copied(rows.broadcast())
             prepare_cuda(problem._replace(rows=copied), device)(copied, bias, out)
             return
         if bias is not None and bias.data_ptr() % router_launch.BIAS_ALIGNMENT:
@@ -365,6 +365,6 @@ def router_topk_into(
     rows: LogitRows, bias: Tensor | None, request: tuple[Any, ...], backend: str | None, out: RouterTopK
 ) -> bool:
     """Writes into the tensors of `out`. Returns whether torch has seen the call."""
-    is_seen = is_seen_by_torch(*(x for x in (*rows.tensors(), bias, *out) if x is not None))
+    is_seen = is_seen_by_torch(*rows.tensors(), bias, *out)
     _router_topk_out(*rows, bias, *request, backend, *out)
     return is_seen

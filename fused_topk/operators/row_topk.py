@@ -150,7 +150,7 @@ def reference_of_beams(problem: TopkProblem, beam_scores: Tensor, out: TopK) -> 
 
 def _prepare_reference(problem: TopkProblem, device: torch.device, beam_scores: Tensor | None = None) -> Start:
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
-        given = problem._replace(rows=problem.rows.at(rows))
+        given = problem._replace(rows=rows.broadcast())
         if beam_scores is None:
             reference(given, out)
         else:
@@ -208,7 +208,7 @@ def prepare_cuda(
         start = rows.logits.data_ptr()
         planned = unaligned if start % 16 else aligned
         if planned is None or not has_adjacent or start % itemsize:
-            copied = cuda.copied(problem.rows.at(rows))
+            copied = cuda.copied(rows.broadcast())
             of_copy(copied.layout())(copied, out, beam_scores)
             return
         if problem.values == "logits" and not out.logsumexp.numel():

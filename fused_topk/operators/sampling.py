@@ -60,13 +60,13 @@ def empty_result(problem: SampleProblem) -> Sample:
     )
 
 
-def plan_of(problem: SampleProblem, backend: str | None) -> Plan:
+def plan_of(problem: SampleProblem, backend: str | None, device: torch.device | None = None) -> Plan:
     """The plan of a checked request. It serves all requests that differ in their seeds, their noise and tensors alone, not in the
-    tensors' layouts."""
+    tensors' layouts. device: of the tensors that a problem of meta tensors stands for."""
     rows, *filters = problem[:7]
     layouts = (like(x) if isinstance(x, Tensor) else x for x in filters)
     wanted = (problem.num_samples, problem.topk, problem.truncated, problem.kept)
-    return plan(rows.logits.device, backend, rows.layout(), *layouts, *wanted)
+    return plan(device or rows.logits.device, backend, rows.layout(), *layouts, *wanted)
 
 
 @functools.lru_cache(maxsize=4096)
