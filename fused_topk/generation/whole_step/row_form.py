@@ -74,7 +74,7 @@ class RowDecoder(Decoder):
 
     def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         places, beams = self._places, self._beams
-        places.begin_step(step, shown, None)
+        places.begin_step(step, shown)
         steps = torch.arange(shown, device=step.device)
         if parents is not None:
             places.past = written_places(parents, step, shown)
