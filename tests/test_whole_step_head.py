@@ -18,7 +18,7 @@ import fused_topk
 from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import compiled, entry
-from fused_topk.generation.whole_step.head import WholeHead, head_of
+from fused_topk.generation.whole_step.head import Head, head_of
 from rows import packed
 from whole_steps import encoder_decoder, family, source_for
 
@@ -125,7 +125,7 @@ def test_a_product_that_the_head_does_not_compute_itself():
 def head_with(weight):
     linear = torch.nn.Linear(weight.shape[1], len(weight), bias=False)
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return WholeHead(None, linear)
+    return Head(None, linear)
 
 
 @pytest.mark.parametrize("share", [None, 0.5, 0.03])
