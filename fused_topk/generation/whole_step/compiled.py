@@ -99,7 +99,7 @@ def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:
 
 
 class OneGraph:
-    """A function on its arguments, compiled in one piece: until it rests, from the second call on that piece alone.
+    """A function on its arguments, compiled in one piece: from the second call on that piece alone, on the tensors of the first.
 
     The arguments are the same objects in each call, and their contents are written in place. So torch.compile need not check them
     before each call, which takes 0.2 ms where a model's modules are among them. The model is checked once in each call of
@@ -121,7 +121,3 @@ class OneGraph:
         if result is not None:
             self._returned = next(i for i, output in enumerate(outputs) if output is result)
         return result
-
-    def rest(self) -> None:
-        """Lets go of the model's weights, which are among the inputs, until the next call finds the piece again."""
-        self._piece, self._inputs = None, ()

@@ -186,10 +186,9 @@ class KeptStep:
         run()
 
     def rest(self) -> None:
-        """Lets go of the model's weights until the next call."""
-        for run in self._runs.values():
-            if isinstance(run, OneGraph):
-                run.rest()
+        """Lets go of the model's weights, which are the inputs of compiled code. The next call finds the code again."""
+        if not self.shape.way.is_captured:
+            self._runs.clear()
 
     def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The logits of these tokens, as :meth:`Decoder.read` gives them; the next call writes over them."""
