@@ -54,7 +54,7 @@ def assert_steps(model, inputs, has_head, **options):
     assert_same(stock, given, TOLERANCE)
     assert steps.compiled == steps.whole > 0, steps
     step = next(reversed(entry._ready.get(model).store._kept.values()))
-    assert (step._head is not None) == has_head
+    assert (step.head is not None) == has_head
     step.begin(copy.deepcopy(step.state), copy.deepcopy(step._constants), 9)
     with torch.no_grad():
         # To find the code: torch.compile does not do that in a mode.

@@ -13,7 +13,7 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType
@@ -30,11 +30,11 @@ from .whole_step import (
     HAS_CACHE_ARGUMENT,
     OF_FEW_LOGITS,
     Asked,
-    Checked,
     Declined,
     Loop,
     TopKRecord,
     cache_of,
+    checked,
     decline_for,
     drop,
     of_arguments,
@@ -271,18 +271,13 @@ def fused_decoding(
         TypeError, ValueError: an argument of the wrong kind, or a negative topk_per_step.
     """
     block = Request.checked(compile, topk_per_step, gone)
-    with _entered_block(_generators(model), block):
-        yield block.given
-
-
-@contextmanager
-def _entered_block(modules: Sequence[Any], block: Request) -> Iterator[None]:
+    modules = _generators(model)
     with _lock:
         for module in modules:
             _use(module).blocks.append(block)
     _entered.set((*_entered.get(), block))
     try:
-        yield
+        yield block.given
     finally:
         # ContextVar.reset() does not serve here: the block may be left in another task, or before a block entered later.
         _entered.set(tuple(each for each in _entered.get() if each is not block))
@@ -337,11 +332,9 @@ def _served_or_stock(
         if not request.topk_per_step and not request.compile and reads_few_logits(model, asked):
             raise Declined(OF_FEW_LOGITS)
         topk = TopKRecord(request.topk_per_step, request.given.topk) if request.topk_per_step else None
-        checked = Checked.of(model)
+        ready, has_cache = checked(model), cache_of(kwargs) is not None
         given = with_stop_strings(model, args, kwargs)
-        given["custom_generate"] = Loop(
-            checked, request.compile, kwargs.get("streamer"), cache_of(kwargs) is not None, topk
-        )
+        given["custom_generate"] = Loop(model, ready, request.compile, kwargs.get("streamer"), has_cache, topk)
     except Declined as declined:
         refuse(model)
         reason = str(declined)

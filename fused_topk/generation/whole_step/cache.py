@@ -262,9 +262,8 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """The same, as transformers 4 and 5.0 call it."""
-        return -1
+    # As transformers 4 and 5.0 call it.
+    get_max_cache_shape = get_max_length
 
 
 class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -317,9 +316,8 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         return self._length
 
-    def get_max_cache_shape(self) -> int:
-        """The same, as transformers 4 and 5.0 call it."""
-        return self._length
+    # As transformers 4 and 5.0 call it.
+    get_max_cache_shape = get_max_length
 
 
 def state_layers(config: Any) -> dict[int, Any]:

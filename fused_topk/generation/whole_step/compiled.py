@@ -17,13 +17,6 @@ import torch
 from torch import Tensor
 
 
-class NothingCompiled(Exception):
-    """Raised by the first run of a function that is to be compiled, if torch.compile has compiled nothing."""
-
-    def __init__(self) -> None:
-        super().__init__("torch.compile is switched off (TORCH_COMPILE_DISABLE, set_stance), or has given up")
-
-
 class Code:
     """The compiled code of a function, in one piece. It also serves other arguments, which may differ in the sizes that vary.
 
@@ -66,7 +59,7 @@ class Code:
         with self._lock, config.patch(freezing=False):
             result = self._call(*args)
             if self._ran is None:
-                raise NothingCompiled
+                raise RuntimeError("torch.compile is switched off (TORCH_COMPILE_DISABLE, set_stance), or has given up")
             ran, self._ran = self._ran, None
         return result, *ran
 
@@ -103,7 +96,7 @@ class OneGraph:
 
     The arguments are the same objects in each call, and their contents are written in place. So torch.compile need not check them
     before each call, which takes 0.2 ms where a model's modules are among them. The model is checked once in each call of
-    generate() (entry.Checked).
+    generate() (:func:`entry.checked`).
     """
 
     def __init__(self, code: Code, args: tuple[Any, ...]) -> None:

@@ -47,6 +47,7 @@ class KeptStep:
     """The steps of one shape. They serve one call at a time.
 
     Attributes:
+        head: the LM head that chooses tokens from hidden states; None where it chooses from logits.
         state: of the search. The next call writes over it.
         count: int64 [1], how many new tokens there are.
         last: int64 [1], the number of the one that ends every text, from 0 on.
@@ -62,7 +63,7 @@ class KeptStep:
             for_steps or not head.serves(shape.batch * shape.beams, 1 if is_greedy else shape.kept)
         ):
             head = None
-        self._head = head
+        self.head = head
         self._group = group
         self.decoder = decoder_of(twin)(
             twin,
@@ -96,11 +97,6 @@ class KeptStep:
         # A function that runs a kind of step, by the name of the kind and by the room.
         self._runs: dict[tuple[str, int], Callable[[], Any]] = {}
         self._graphs: list[graphs.Graph] = []
-
-    @property
-    def has_head(self) -> bool:
-        """Whether it chooses tokens from hidden states."""
-        return self._head is not None
 
     @property
     def made(self) -> tuple[Any, ...]:
@@ -160,7 +156,7 @@ class KeptStep:
             return
         args = (
             self.decoder,
-            self._head,
+            self.head,
             None if mask is None else self._mask,
             self.state,
             self._constants,
@@ -218,7 +214,7 @@ class KeptStep:
         if not self.shape.way.is_captured:
             for tensor, dims in self._sizes_that_vary():
                 compiled.let_vary(tensor, dims)
-            run = OneGraph(self._codes.of(function, (kind, self.shape.of_code(), self._head is None)), args)
+            run = OneGraph(self._codes.of(function, (kind, self.shape.of_code(), self.head is None)), args)
         try:
             run()
             if not self.shape.way.is_captured:

@@ -138,7 +138,7 @@ class Search(NamedTuple):
                 or self.topk is not None
                 or any(each is not None for each in kept)
                 # A step without the LM head chooses on each process by itself.
-                or (self.group is not None and not step.has_head)
+                or (self.group is not None and step.head is None)
             )
             if reads_logits:
                 return self._run(step, way, most_room(self.rules))
