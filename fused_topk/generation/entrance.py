@@ -144,18 +144,6 @@ def _same(function: Any) -> Any:
     return function
 
 
-def _put(model: Any) -> None:
-    kind, own = type(model), vars(model).get(_NAME)
-    if not isinstance(vars(kind).get(_NAME), _Generate):
-        setattr(kind, _NAME, _Generate(kind))
-    if own is not None and not hasattr(own, "_fused_topk_stock"):
-        # Somebody has put a function in the place of the method, which comes before what the class has.
-        of_model = _OfInstance(_wrapped(own, lambda _: own), model)
-        functools.update_wrapper(of_model, own)
-        of_model._fused_topk_stock = own
-        vars(model)[_NAME] = of_model
-
-
 def _remove(model: Any) -> None:
     _uses.pop(model, None)
     own = vars(model).get(_NAME)
@@ -180,7 +168,15 @@ def _use(model: Any) -> _Uses:
         found = _uses[model] = _Uses()
         # A model that is gone leaves nothing in its class.
         weakref.finalize(model, _remove_unused, type(model)).atexit = False
-    _put(model)
+    kind, own = type(model), vars(model).get(_NAME)
+    if not isinstance(vars(kind).get(_NAME), _Generate):
+        setattr(kind, _NAME, _Generate(kind))
+    if own is not None and not hasattr(own, "_fused_topk_stock"):
+        # Somebody has put a function in the place of the method, which comes before what the class has.
+        of_model = _OfInstance(_wrapped(own, lambda _: own), model)
+        functools.update_wrapper(of_model, own)
+        of_model._fused_topk_stock = own
+        vars(model)[_NAME] = of_model
     return found
 
 
@@ -307,7 +303,6 @@ def _asked_for(model: Any) -> Request | None:
 
 
 def _run(model: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A generate() call."""
     request = None if is_traced() else _asked_for(model)
     # The class of the model may have a generate() of its own, which calls this one for each piece of its input.
     if request is None or isinstance(kwargs.get("custom_generate"), Loop):

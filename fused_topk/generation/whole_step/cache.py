@@ -96,7 +96,6 @@ class Places:
 
     @property
     def end(self) -> int:
-        """Where these places end."""
         return self.up_to(self.shown)
 
     def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
@@ -157,7 +156,6 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return like.new_empty(batch, heads, self._places.up_to(self._places.capacity), dim)
 
     def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """See :meth:`Places.sizes_that_vary`."""
         if self.is_initialized:
             yield from ((each, (0, 2)) for each in (self.keys, self.values))
         yield from self._places.sizes_that_vary()
@@ -293,7 +291,6 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.is_initialized = True
 
     def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """See :meth:`Places.sizes_that_vary`."""
         yield from ((each, (0, 2)) for each in (self.keys, self.values))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

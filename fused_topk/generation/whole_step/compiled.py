@@ -85,7 +85,6 @@ def let_vary(tensor: Tensor, dims: tuple[int, ...]) -> None:
 
 
 def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:
-    """torch.compile's default."""
     compile: Any = torch._dynamo.lookup_backend("inductor")
     run: Callable[..., Any] = compile(graph, inputs)
     return run

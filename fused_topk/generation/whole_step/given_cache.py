@@ -44,7 +44,6 @@ def is_used(cache: Any) -> bool:
 
 
 def new_for(config: Any) -> Any:
-    """An empty cache, as the model itself makes it."""
     of_decoder = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         return EncoderDecoderCache(DynamicCache(config=of_decoder), DynamicCache(config=of_decoder))

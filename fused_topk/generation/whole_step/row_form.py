@@ -48,8 +48,6 @@ class RowPlaces(Places):
 
 
 class RowLayer(SharedPromptLayer):  # type: ignore[no-untyped-call]
-    """One layer's keys and values."""
-
     _places: RowPlaces
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
