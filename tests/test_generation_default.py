@@ -17,7 +17,7 @@ from captured import as_on_a_gpu
 from decoding import SmallerIndexFirst, inputs_for, one_thread, stats, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry, head, reasons
-from fused_topk.generation.whole_step.head import WholeHead
+from fused_topk.generation.whole_step.head import Head
 from test_whole_step_rows import row_model
 from whole_steps import family
 
@@ -60,8 +60,8 @@ def test_a_single_beam_on_a_cpu_runs_in_whole_steps(name, chooses_from):
 
 def test_beams_from_hidden_states(chooses_from, monkeypatch):
     model = family("Llama")
-    asked, found = [], WholeHead.continuations
-    monkeypatch.setattr(WholeHead, "continuations", lambda *args: asked.append(1) or found(*args))
+    asked, found = [], Head.continuations
+    monkeypatch.setattr(Head, "continuations", lambda *args: asked.append(1) or found(*args))
     stock, given, _ = both(model, inputs_for(model, padding=2), num_beams=3, max_new_tokens=20, eos_token_id=[5, 6])
     assert torch.equal(stock, given)
     assert bool(asked) == (chooses_from == "head")
@@ -71,7 +71,7 @@ def test_long_hidden_states_alone_are_chosen_from(monkeypatch):
     """To add up the lanes of a short sum takes as long as the sum."""
     monkeypatch.setattr(head, "_OPERATIONS", 0)
     for size, is_quicker in ((127, False), (128, True)):
-        assert WholeHead(None, torch.nn.Linear(size, 50)).is_quicker(1) == is_quicker
+        assert Head(None, torch.nn.Linear(size, 50)).is_quicker(1) == is_quicker
 
 
 class TestFewLogits:

@@ -155,7 +155,8 @@ def test_a_compiler_that_is_switched_off(switch, output_scores, model, monkeypat
         block = torch._dynamo.config.patch(**{switch: True})
     with block:
         (reason,) = assert_not_compiled(model, None, output_scores=output_scores)
-    assert reason.startswith("a step that is to be compiled raises NothingCompiled: torch.compile is switched off")
+    # Some versions of torch raise an error of their own.
+    assert reason.startswith("a step that is to be compiled raises ") and "torch.compile" in reason
     assert not any("was compiled" in message for message in caplog.messages)
 
 

@@ -13,7 +13,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from decoding import Recorder, also, assert_whole, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import fused_decoding
-from fused_topk.generation.whole_step import ancestry, cache, compiled, entry, room
+from fused_topk.generation.whole_step import cache, compiled, entry, room, shape
+from fused_topk.generation.whole_step.beams import Rules
 from whole_steps import SERVED, SERVED_WITH_SOURCE, encoder_decoder, family, source_for
 
 keeping = functools.partial(fused_decoding, compile=True)
@@ -59,14 +60,9 @@ def test_a_limit_beside_a_size(most, way):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("is_gathered", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Mistral", "Bart"])
-def test_wide_beams_across_sizes(name, way, is_gathered, monkeypatch):
-    if is_gathered:
-        # From the second size on.
-        monkeypatch.setattr(ancestry, "gathers", lambda prompt, beams, room: room > 15)
-        monkeypatch.setattr("fused_topk.generation.whole_step.decoder.gathers", lambda prompt, beams, room: room > 15)
+def test_wide_beams_across_sizes(name, way):
     model, inputs = model_and_inputs(name)
     options = {**OPTIONS, "num_beams": 12, "num_return_sequences": 12}
     if stock_gap(model, inputs, **options) > 2e-5:
@@ -130,3 +126,9 @@ def test_an_exception_leaves_a_step_as_it_was(monkeypatch):
         assert [*entry._ready.get(model).store._kept.values()] == [step]
         with torch.compiler.set_stance("fail_on_recompile"):
             assert_whole(model, inputs, compile=True, **options)
+
+
+def test_few_tokens_of_many_beams_get_few_places():
+    assert [room.rounded_up(length, 4) for length in (1, 4, 5, 7, 9, 13, 17)] == [4, 4, 6, 8, 12, 16, 24]
+    for beams, most in ((shape._WIDE, 16), (shape._WIDE + 1, 4)):
+        assert shape.most_room(Rules(beams, 3, (), 1.0, False)) == most

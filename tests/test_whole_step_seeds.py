@@ -95,8 +95,9 @@ def test_quick_draws_are_torchs(monkeypatch):
     assert draws._is_quick_form_equal()
     for is_quick in (True, False):
         monkeypatch.setattr(draws, "_is_quick_form_equal", lambda is_quick=is_quick: is_quick)
-        for columns in (1, 97, 5000):
+        for columns, left in ((1, 1), (97, 97), (5000, 5000), (5000, 60)):
             scores = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns))
+            scores[:, left:] = -torch.inf
             scores[1:3, 2:] = -torch.inf
             probs = scores.softmax(-1)
             for count in {1, min(columns, 4)}:

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 import transformers
 
 from decoding import PAD, SHAPE_OF_BOTH, TOKENS, assert_whole, inputs_for, with_biases
-from fused_topk.generation.whole_step import ancestry, entry
+from fused_topk.generation.whole_step import entry
 from fused_topk.generation.whole_step.row_form import RowDecoder, decoder_of
 from whole_steps import source_for, swaps
 
@@ -48,11 +48,7 @@ def _gpt_oss():
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-@pytest.mark.parametrize("is_gathered", [False, True])
-def test_sinks(num_beams, is_gathered, monkeypatch):
-    if is_gathered:
-        monkeypatch.setattr(ancestry, "_PAIR_GATHERED", 0)
-        monkeypatch.setattr(ancestry, "_PLACE_GATHERED", 0)
+def test_sinks(num_beams):
     model = _gpt_oss()
     inputs = inputs_for(model, batch=3, padding=3)
     stock = assert_whole(model, inputs, num_beams=num_beams, num_return_sequences=num_beams, max_new_tokens=14)

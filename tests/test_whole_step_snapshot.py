@@ -140,8 +140,7 @@ READERS = {
     "module": lambda model, patch: setattr(model.model, "norm", nn.Sequential(model.model.norm, Reader(model))),
     "forward": lambda model, patch: patch.setattr(type(model.model.norm), "forward", lambda self, hidden: hidden),
     "call": lambda model, patch: patch.setattr(type(model.model.norm), "__call__", lambda self, hidden: hidden),
-    "list": lambda model, patch: patch.setattr(llama, "NAMES_READ", ["gain"], raising=False),
-    "dictionary": lambda model, patch: patch.setattr(llama, "NAMES_READ", {"first": "gain"}, raising=False),
+    "function": lambda model, patch: patch.setattr(llama, "rotate_half", lambda x: x),
 }
 
 

@@ -13,7 +13,7 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType
@@ -30,11 +30,11 @@ from .whole_step import (
     HAS_CACHE_ARGUMENT,
     OF_FEW_LOGITS,
     Asked,
-    Checked,
     Declined,
     Loop,
     TopKRecord,
     cache_of,
+    checked,
     decline_for,
     drop,
     of_arguments,
@@ -144,18 +144,6 @@ def _same(function: Any) -> Any:
     return function
 
 
-def _put(model: Any) -> None:
-    kind, own = type(model), vars(model).get(_NAME)
-    if not isinstance(vars(kind).get(_NAME), _Generate):
-        setattr(kind, _NAME, _Generate(kind))
-    if own is not None and not hasattr(own, "_fused_topk_stock"):
-        # Somebody has put a function in the place of the method, which comes before what the class has.
-        of_model = _OfInstance(_wrapped(own, lambda _: own), model)
-        functools.update_wrapper(of_model, own)
-        of_model._fused_topk_stock = own
-        vars(model)[_NAME] = of_model
-
-
 def _remove(model: Any) -> None:
     _uses.pop(model, None)
     own = vars(model).get(_NAME)
@@ -180,7 +168,15 @@ def _use(model: Any) -> _Uses:
         found = _uses[model] = _Uses()
         # A model that is gone leaves nothing in its class.
         weakref.finalize(model, _remove_unused, type(model)).atexit = False
-    _put(model)
+    kind, own = type(model), vars(model).get(_NAME)
+    if not isinstance(vars(kind).get(_NAME), _Generate):
+        setattr(kind, _NAME, _Generate(kind))
+    if own is not None and not hasattr(own, "_fused_topk_stock"):
+        # Somebody has put a function in the place of the method, which comes before what the class has.
+        of_model = _OfInstance(_wrapped(own, lambda _: own), model)
+        functools.update_wrapper(of_model, own)
+        of_model._fused_topk_stock = own
+        vars(model)[_NAME] = of_model
     return found
 
 
@@ -271,18 +267,13 @@ def fused_decoding(
         TypeError, ValueError: an argument of the wrong kind, or a negative topk_per_step.
     """
     block = Request.checked(compile, topk_per_step, gone)
-    with _entered_block(_generators(model), block):
-        yield block.given
-
-
-@contextmanager
-def _entered_block(modules: Sequence[Any], block: Request) -> Iterator[None]:
+    modules = _generators(model)
     with _lock:
         for module in modules:
             _use(module).blocks.append(block)
     _entered.set((*_entered.get(), block))
     try:
-        yield
+        yield block.given
     finally:
         # ContextVar.reset() does not serve here: the block may be left in another task, or before a block entered later.
         _entered.set(tuple(each for each in _entered.get() if each is not block))
@@ -312,7 +303,6 @@ def _asked_for(model: Any) -> Request | None:
 
 
 def _run(model: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A generate() call."""
     request = None if is_traced() else _asked_for(model)
     # The class of the model may have a generate() of its own, which calls this one for each piece of its input.
     if request is None or isinstance(kwargs.get("custom_generate"), Loop):
@@ -337,11 +327,9 @@ def _served_or_stock(
         if not request.topk_per_step and not request.compile and reads_few_logits(model, asked):
             raise Declined(OF_FEW_LOGITS)
         topk = TopKRecord(request.topk_per_step, request.given.topk) if request.topk_per_step else None
-        checked = Checked.of(model)
+        ready, has_cache = checked(model), cache_of(kwargs) is not None
         given = with_stop_strings(model, args, kwargs)
-        given["custom_generate"] = Loop(
-            checked, request.compile, kwargs.get("streamer"), cache_of(kwargs) is not None, topk
-        )
+        given["custom_generate"] = Loop(model, ready, request.compile, kwargs.get("streamer"), has_cache, topk)
     except Declined as declined:
         refuse(model)
         reason = str(declined)

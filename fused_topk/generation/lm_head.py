@@ -18,10 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .. import functional
 from ..arguments import check_head, check_hidden
 from ..functional import autocast
-from ..problem import TokenLogprobs, TopK
 from ..tracing import is_traced
 
 
@@ -32,18 +30,8 @@ class HeadInput(NamedTuple):
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
 
-    def log_softmax_topk(self, k: int) -> TopK:
-        """:func:`fused_topk.linear_log_softmax_topk` of the head."""
-        with self._as_it_is():
-            return functional.linear_log_softmax_topk(self.hidden, self.weight, k, self.bias)
-
-    def token_logprobs(self, tokens: Tensor, **wanted: Any) -> TokenLogprobs:
-        """:func:`fused_topk.linear_token_logprobs` of the head."""
-        with self._as_it_is():
-            return functional.linear_token_logprobs(self.hidden, self.weight, tokens, self.bias, **wanted)
-
-    def _as_it_is(self) -> torch.autocast:
-        # Autocast as it is at the head has been applied. Where the model is called autocast may be set otherwise.
+    def as_it_is(self) -> torch.autocast:
+        """A block without autocast: what it does at the head has been done. Where the model is called it may be set otherwise."""
         return torch.autocast(self.hidden.device.type, enabled=False)
 
 

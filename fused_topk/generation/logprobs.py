@@ -81,7 +81,9 @@ def text_token_logprobs(
         "ties": ties,
     }
     if isinstance(found, HeadInput):
-        return found.token_logprobs(tokens, recompute=recompute, **wanted)
+        with found.as_it_is():
+            head = found.hidden, found.weight, tokens, found.bias
+            return functional.linear_token_logprobs(*head, recompute=recompute, **wanted)
     return functional.token_logprobs(found, tokens, **wanted)
 
 
@@ -122,7 +124,8 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
         rows = states[torch.arange(len(states), device=states.device), last]
     if not isinstance(found, HeadInput):
         return functional.log_softmax_topk(rows, k)
-    return found._replace(hidden=rows).log_softmax_topk(k)
+    with found.as_it_is():
+        return functional.linear_log_softmax_topk(rows, found.weight, k, found.bias)
 
 
 def _next_tokens(arguments: Mapping[str, Any], mask: Tensor | None) -> Tensor:

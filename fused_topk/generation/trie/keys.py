@@ -51,12 +51,17 @@ def of(sequences: Any, end_token_id: int) -> Keys:
     Raises:
         TypeError, ValueError: see :class:`TokenTrie`.
     """
-    catalogue = _catalogue(sequences)
-    keys = np.empty(catalogue.most_keys + 1, dtype=np.int64)
+    all_tokens, lengths = _catalogue(sequences)
+    if not len(lengths):
+        raise ValueError("`sequences` must hold at least one item, got none; decode without a trie")
+    if not lengths.all():
+        raise ValueError("`sequences` must hold items of at least one token, got an empty one; leave it out")
+    # Each item may end at a node with children.
+    keys = np.empty(len(all_tokens) + len(lengths) + 1, dtype=np.int64)
     # The node of each item that has further tokens.
-    nodes = np.zeros(catalogue.items, dtype=np.int64)
+    nodes = np.zeros(len(lengths), dtype=np.int64)
     levels, items = [0], 0
-    for goes_on, tokens in catalogue.levels:
+    for goes_on, tokens in _levels(all_tokens, lengths):
         _check(tokens, end_token_id)
         inner = np.empty(0, dtype=np.int64)
         if not goes_on.all():
@@ -111,32 +116,8 @@ def wide_nodes(keys: Keys, above: int) -> tuple[np.ndarray, np.ndarray, int]:
     return np.concatenate(nodes), np.concatenate(counts), others
 
 
-class _Catalogue(NamedTuple):
-    """Items before they are sorted."""
-
-    items: int
-    most_keys: int
-    # For each level, which items of the level before have a further token, and these tokens.
-    levels: Iterator[tuple[np.ndarray, np.ndarray]]
-
-
-def _of_table(table: np.ndarray) -> _Catalogue:
-    """Items of one length, as an array."""
-    if not table.size:
-        raise _nothing(len(table))
-    all_of_them = np.ones(len(table), dtype=bool)
-    return _Catalogue(len(table), table.size, ((all_of_them, tokens) for tokens in table.T))
-
-
-def _of_lists(tokens: np.ndarray, lengths: np.ndarray) -> _Catalogue:
-    """Items of any length, one after the other."""
-    if not len(lengths) or not lengths.all():
-        raise _nothing(len(lengths))
-    # Each item may end at a node with children.
-    return _Catalogue(len(lengths), len(tokens) + len(lengths), _levels(tokens, lengths))
-
-
 def _levels(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each level, which items of the level before have a further token, and these tokens."""
     ends = lengths.cumsum()
     places = ends - lengths
     while True:
@@ -148,13 +129,8 @@ def _levels(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarra
         places += 1
 
 
-def _nothing(items: int) -> ValueError:
-    if items:
-        return ValueError("`sequences` must hold items of at least one token, got an empty one; leave it out")
-    return ValueError("`sequences` must hold at least one item, got none; decode without a trie")
-
-
-def _catalogue(sequences: Any) -> _Catalogue:
+def _catalogue(sequences: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of all items, one item after the other, and how many each has."""
     if isinstance(sequences, torch.Tensor):
         check_tensor("sequences", sequences)
         if sequences.is_meta:
@@ -166,13 +142,13 @@ def _catalogue(sequences: Any) -> _Catalogue:
                 f"`sequences` as a tensor must be integers of shape (items, tokens), got {sequences.dtype} of shape "
                 f"{sequences.shape}; pass a list of lists for items of unequal length"
             )
-        return _of_table(sequences)
+        return sequences.ravel(), np.full(len(sequences), sequences.shape[1])
     try:
         items: Sequence[Any] = sequences if isinstance(sequences, Sequence) else list(sequences)
         lengths = np.fromiter(map(len, items), dtype=np.int64, count=len(items))
         listed: Iterable[Any] = (item.tolist() if hasattr(item, "tolist") else item for item in items)
         tokens = map(operator.index, chain.from_iterable(listed))
-        return _of_lists(np.fromiter(tokens, dtype=np.int64, count=int(lengths.sum())), lengths)
+        return np.fromiter(tokens, dtype=np.int64, count=int(lengths.sum())), lengths
     except TypeError as error:
         raise TypeError(
             f"`sequences` must be lists of integers, an integer tensor or an iterable of items ({error}); pass token ids"

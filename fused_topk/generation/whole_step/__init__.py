@@ -37,7 +37,7 @@ transformers, too.
 
 from .choosing import TopKRecord
 from .criteria import with_stop_strings
-from .entry import Checked, Loop, drop, release
+from .entry import Loop, checked, drop, release
 from .given_cache import cache_of
 from .parallel import refuse
 from .reasons import HAS_CACHE_ARGUMENT, OF_FEW_LOGITS, Asked, Declined, decline_for, of_arguments, reads_few_logits
@@ -46,11 +46,11 @@ __all__ = [
     "HAS_CACHE_ARGUMENT",
     "OF_FEW_LOGITS",
     "Asked",
-    "Checked",
     "Declined",
     "Loop",
     "TopKRecord",
     "cache_of",
+    "checked",
     "decline_for",
     "drop",
     "of_arguments",

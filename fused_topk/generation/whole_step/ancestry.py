@@ -1,36 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which places of the cache are a beam's past, as a table of its ancestors says.
 
-There are three ways. On most GPUs attention reads the table itself (:class:`Table`). Elsewhere each beam looks at the places of all
-beams of its sequence, and a mask says which of them are its own: nothing is copied, and the mask grows with beams * beams * new
-tokens. Or each step gathers the new tokens of each beam: they are copied at every step, and masks are small.
+There are two ways. On most GPUs attention reads the table itself (:class:`Table`). Elsewhere each beam looks at the places of all
+beams of its sequence, and a mask says which of them are its own (:class:`Mask`). It grows with beams * beams * new tokens.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-# Costs of the second way. The unit is what torch's fused function of attention takes for one query and one place that it may
-# look at. Gathered attention takes more a pair: five operations, each of which writes its result. And each place is copied, key
-# and value, in every layer.
-#
-# Fitted to the times of a step on a CPU: one sequence, 2 layers, 4 heads of 64 on 2 key heads, float32, CPU time of one thread
-# of a shared Xeon (model 207, AVX-512), 2026-11-25. Masked / gathered, of beams x new tokens after a prompt:
-#     4 x 1024 after 64: 0.2     64 x 64 after 64: 0.9      128 x 4 after 1024: 0.7     512 x 4 after 1024: 0.8
-#     16 x 1024 after 64: 0.3    64 x 256 after 64: 0.8     128 x 64 after 64: 1.5      512 x 16 after 1024: 2.1
-#     64 x 16 after 1024: 0.8    128 x 16 after 64: 1.3     128 x 64 after 1024: 1.1    512 x 64 after 1024: 3.9
-# Not measured on a GPU. There the bytes that are read lead to the same choice: bfloat16, 7 heads on each of 2 key heads of 64, 512 x 16 after
-# 1024: the mask has 66 MB, which each layer reads; gathered, a layer copies 5 MB. 512 x 4: 22 MB and 1.6 MB, but there the
-# launches weigh more than the bytes: masked, a prototype's step of 24 layers took 6.3 ms on an H200.
-_PAIR_GATHERED = 3
-_PLACE_GATHERED = 90
-
-
-def gathers(prompt: int, beams: int, room: int) -> bool:
-    """Whether new tokens are to be gathered rather than masked: many beams and many new tokens, next to the prompt."""
-    places = prompt + beams * room
-    return beams * places > _PAIR_GATHERED * beams * (prompt + room) + _PLACE_GATHERED * places
 
 
 class Table:
@@ -116,21 +94,18 @@ class Mask:
             self._of_one[:, 1, :, : end - self._window] = -torch.inf
         return self._of_one[..., :end]
 
-    def __call__(self, parents: Tensor | None, step: Tensor, shown: int, is_gathered: bool) -> Tensor:
+    def __call__(self, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """[batch, 1 or 2, groups * beams, places]: 0 where a beam may look, else -inf. The second mask is for layers with a window.
-
-        Gathered, it is [batch, 1 or 2, beams, prompt + shown].
 
         Args:
             parents: int64 [batch, beams, shown + 1 or more]; parents[:, j, s + 1] is the place among the beams where
                 token s of the beam that is now at j was written, for all s < step. None for one beam.
             step: int64 [1], which of the new tokens is read.
             shown: how many new tokens have places that attention looks at; more than `step`.
-            is_gathered: whether attention gets each beam's own new tokens.
         """
         (batch, prompt), beams = self.prompt.shape, len(self._beams)
         steps = torch.arange(shown, device=self.prompt.device)
-        if is_gathered or parents is None:
+        if parents is None:
             is_past = (steps <= step).expand(batch, beams, -1)
         else:
             is_past = (written_places(parents, step, shown)[..., None] == self._beams) & (steps <= step)[:, None]
@@ -141,7 +116,6 @@ class Mask:
         if self._window is not None:
             order = torch.cat([torch.arange(prompt, device=steps.device), steps + prompt])
             masks.append(seen & (order > prompt + step - self._window))
-        groups = 1 if is_gathered else self._groups
-        mask = torch.stack(masks, 1).unsqueeze(2).expand(-1, -1, groups, -1, -1)
-        mask = mask.reshape(batch, len(masks), groups * beams, -1)
+        mask = torch.stack(masks, 1).unsqueeze(2).expand(-1, -1, self._groups, -1, -1)
+        mask = mask.reshape(batch, len(masks), self._groups * beams, -1)
         return torch.where(mask, self._zero, -torch.inf)

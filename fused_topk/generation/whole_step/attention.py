@@ -126,56 +126,16 @@ def capped(
         query = query.reshape(batch, key_heads, groups, dim)
         sink = None if s_aux is None else s_aux.view(key_heads, groups, 1)
         return _weighted(query, key, value, mask, scale, softcap, sink, False).reshape(rows, 1, heads, -1), None
+    sink = None if s_aux is None else s_aux.view(key_heads, groups, 1, 1).expand(-1, -1, beams, -1).flatten(1, 2)
     block = query.view(batch, beams, key_heads, groups, dim).permute(0, 2, 3, 1, 4)
-    sink = None if s_aux is None else s_aux.view(key_heads, groups, 1, 1)
-    if mask is not None and mask.shape[-1] != key.shape[2]:
-        found = _weighted_apart(block, key, value, mask, scale, softcap, sink).permute(0, 3, 1, 2, 4)
-        return found.reshape(rows, 1, heads, -1), None
-    if sink is not None:
-        sink = sink.expand(-1, -1, beams, -1).flatten(1, 2)
     block = block.reshape(batch, key_heads, groups * beams, dim)
     found = _weighted(block, key, value, mask, scale, softcap, sink, False)
     found = found.view(batch, key_heads, groups, beams, -1).permute(0, 3, 1, 2, 4)
     return found.reshape(rows, 1, heads, -1), None
 
 
-def _weighted_apart(
-    query: Tensor,  # [batch, key heads, groups, beams, dim]
-    key: Tensor,  # [batch, key heads, prompt + beams * new tokens, dim], a beam's new tokens beside each other
-    value: Tensor,
-    mask: Tensor,  # [batch, 1, beams, prompt + new tokens]
-    scale: float,
-    softcap: float | None,
-    sink: Tensor | None,  # [key heads, groups, 1, 1]
-) -> Tensor:
-    """Attention of each beam to the prompt, and to its own new tokens."""
-    beams, places = query.shape[3], mask.shape[-1]
-    new = (key.shape[2] - places) // (beams - 1)
-    prompt = places - new
-
-    def own(of: Tensor) -> Tensor:
-        return of[:, :, prompt:].unflatten(2, (beams, new))  # type: ignore[no-untyped-call,no-any-return]
-
-    of_prompt = torch.einsum("bhgjd,bhpd->bhgjp", query, key[:, :, :prompt])
-    of_new = torch.einsum("bhgjd,bhjnd->bhgjn", query, own(key))
-    scores = torch.cat([of_prompt, of_new], -1) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    weights = _softmax(scores + mask.unsqueeze(2), sink).to(value.dtype)
-    found = torch.einsum("bhgjp,bhpd->bhgjd", weights[..., :prompt], value[:, :, :prompt])
-    return found + torch.einsum("bhgjn,bhjnd->bhgjd", weights[..., prompt:], own(value))
-
-
 def _repeated(heads: Tensor, times: int) -> Tensor:
     return heads if times == 1 else heads.repeat_interleave(times, 1)
-
-
-def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """float32 weights. A sink is one more score, whose weight goes to no value."""
-    if sink is None:
-        return scores.softmax(-1, dtype=torch.float32)
-    scores = torch.cat([scores, sink.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
-    return scores.softmax(-1, dtype=torch.float32)[..., :-1]
 
 
 def _weighted(
@@ -198,7 +158,11 @@ def _weighted(
     if mask is not None:
         # A finite number: a row of padding may look at nothing, and -inf everywhere would make NaN of it.
         scores = scores.masked_fill(~mask if mask.dtype == torch.bool else mask < 0, torch.finfo(scores.dtype).min)
-    return _softmax(scores, sink).to(value.dtype) @ value
+    if sink is not None:
+        # One more score, whose weight goes to no value.
+        scores = torch.cat([scores, sink.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
 
 
 for _name, _function in ((PLAIN, plain), (CAPPED, capped)):

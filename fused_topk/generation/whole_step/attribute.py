@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 # The name of the attribute.
 KEPT = "_fused_topk_whole_step"
 
-Kept = TypeVar("Kept")
 
-
-class OfModels(Generic[Kept]):
+class OfModels:
     """A mapping from models to what is kept for each."""
 
-    def get(self, model: Any) -> Kept | None:
+    def get(self, model: Any) -> Any:
         attribute = vars(model).get(KEPT)
         # A shallow copy of the model has the attribute of the model itself. Any other copy has None.
         return attribute.kept if isinstance(attribute, _Attribute) and attribute.model() is model else None
 
-    def __setitem__(self, model: Any, kept: Kept) -> None:
+    def __setitem__(self, model: Any, kept: Any) -> None:
         # setattr() of a module registers some values as parts of the model.
         vars(model)[KEPT] = _Attribute(model, kept)
 

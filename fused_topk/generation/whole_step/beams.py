@@ -73,7 +73,6 @@ class Beams(NamedTuple):
         yield from ((self.is_ended, (0,)), (self.may_improve, (0,)))
 
     def with_room(self, room: int) -> Beams:
-        """The same with room for so many tokens."""
         running, ended = self.running.with_room(room), self.ended.with_room(room)
         return Beams(running, ended, self.is_ended, self.may_improve, self.goes_on)
 

@@ -72,8 +72,6 @@ class Places:
         self.written = self._of_step
         # As many numbers as there are new tokens with places that attention looks at.
         self._shown = is_text.new_empty(0, 0)
-        # int64 [batch, beams, shown]: where each new token of a beam's past is among the beams; None where masks say it.
-        self.gathered: Tensor | None = None
         self._length: Length | Tensor | None = None
         self._text_length: Tensor | None = None
         self._most = 0
@@ -98,15 +96,12 @@ class Places:
 
     @property
     def end(self) -> int:
-        """Where these places end."""
         return self.up_to(self.shown)
 
     def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """Tensors with the dimensions whose sizes the code of a layer does not depend on."""
         yield self._is_text, (0, 1)
         yield from ((each, (0,)) for each in (self._of_step, self.written, self._shown))
-        if self.gathered is not None:
-            yield self.gathered, (0, 1, 2)
 
     @property
     def length(self) -> Length | Tensor | int:
@@ -127,9 +122,8 @@ class Places:
         self._text_length.fill_(length)
         self._most = most
 
-    def begin_step(self, step: Tensor, shown: int, gathered: Tensor | None) -> None:
-        """Args: see ancestry.Mask, and `gathered` here."""
-        self.gathered = gathered
+    def begin_step(self, step: Tensor, shown: int) -> None:
+        """Args: see ancestry.Mask."""
         self.written = self._of_step + step * self.beams
         self._shown = self._is_text.new_empty(shown, 0)
         if self._text_length is not None:
@@ -162,7 +156,6 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return like.new_empty(batch, heads, self._places.up_to(self._places.capacity), dim)
 
     def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """See :meth:`Places.sizes_that_vary`."""
         if self.is_initialized:
             yield from ((each, (0, 2)) for each in (self.keys, self.values))
         yield from self._places.sizes_that_vary()
@@ -212,8 +205,6 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         # One after the other, so that the old keys are gone before there are new values.
         self.keys = self._with(self.keys, key_states)
         self.values = self._with(self.values, value_states)
-        if places.gathered is not None:
-            return self._gathered(self.keys, places.gathered), self._gathered(self.values, places.gathered)
         keys, values = self.keys, self.values
         if places.is_kept or keys.shape[2] > places.end:
             keys, values = keys[:, :, : places.end], values[:, :, : places.end]
@@ -234,15 +225,6 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             batch, heads, _, dim = kept.shape
             parts.append(kept.new_empty(batch, heads, spare, dim))
         return torch.cat(parts, 2)
-
-    def _gathered(self, kept: Tensor, written: Tensor) -> Tensor:
-        """[batch, heads, prompt + beams * new tokens, dim]: the new tokens of a beam are beside each other."""
-        places = self._places
-        prompt, beams = places.prompt, places.beams
-        batch, heads, _, dim = kept.shape
-        new = kept[:, :, prompt : places.up_to(places.shown)].unflatten(2, (places.shown, beams))  # type: ignore[no-untyped-call]
-        index = written.transpose(1, 2)[:, None, :, :, None].expand(-1, heads, -1, -1, dim)
-        return torch.cat([kept[:, :, :prompt], new.gather(3, index).transpose(2, 3).flatten(2, 3)], 2)
 
     def rows(self, begin: int, new: int, past: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values [batch * beams, heads, prompt - begin + new, dim] of each beam's own past.
@@ -278,9 +260,8 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """The same, as transformers 4 and 5.0 call it."""
-        return -1
+    # As transformers 4 and 5.0 call it.
+    get_max_cache_shape = get_max_length
 
 
 class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -310,7 +291,6 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.is_initialized = True
 
     def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """See :meth:`Places.sizes_that_vary`."""
         yield from ((each, (0, 2)) for each in (self.keys, self.values))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -333,9 +313,8 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         return self._length
 
-    def get_max_cache_shape(self) -> int:
-        """The same, as transformers 4 and 5.0 call it."""
-        return self._length
+    # As transformers 4 and 5.0 call it.
+    get_max_cache_shape = get_max_length
 
 
 def state_layers(config: Any) -> dict[int, Any]:

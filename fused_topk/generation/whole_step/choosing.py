@@ -40,8 +40,6 @@ class TopKRecord(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The choices of a call."""
-
     rules: Rules
     plan: Plan
     criteria: Criteria

@@ -10,31 +10,21 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class NothingCompiled(Exception):
-    """Raised by the first run of a function that is to be compiled, if torch.compile has compiled nothing."""
-
-    def __init__(self) -> None:
-        super().__init__("torch.compile is switched off (TORCH_COMPILE_DISABLE, set_stance), or has given up")
-
-
 class Code:
-    """The compiled code of a function. It also serves other arguments, which may differ in the sizes that vary.
-
-    Args:
-        is_whole: whether the code is to be one piece.
+    """The compiled code of a function, in one piece. It also serves other arguments, which may differ in the sizes that vary.
 
     Attributes:
         number: how many pieces have been made.
     """
 
-    def __init__(self, function: Any, is_whole: bool) -> None:
+    def __init__(self, function: Any) -> None:
         self.number = 0
         # The piece that has run last, its inputs and its outputs.
         self._ran: tuple[Callable[..., Any], tuple[Any, ...], Any] | None = None
@@ -53,27 +43,23 @@ class Code:
                     code._ran = piece, inputs, outputs
                 return outputs
 
-            return run if is_whole else piece
+            return run
 
         # dynamo compiles one code object at most eight times. So each Code has a function of its own.
         own = types.FunctionType(
             function.__code__.replace(co_name=f"{function.__name__}_{id(self)}"), function.__globals__
         )
-        self.call: Any = torch.compile(own, backend=backend, dynamic=False, fullgraph=is_whole)
-
-    def called(self, args: tuple[Any, ...]) -> Any:
-        """What the function returns. Its code has weights as inputs, also where a user asks for frozen ones: they may change in place."""
-        from torch._inductor import config
-
-        with config.patch(freezing=False):
-            return self.call(*args)
+        self._call: Any = torch.compile(own, backend=backend, dynamic=False, fullgraph=True)
 
     def run(self, args: tuple[Any, ...]) -> tuple[Any, Callable[..., Any], tuple[Any, ...], Any]:
         """What the function returns, and the piece that computed it, with its inputs and all its outputs."""
-        with self._lock:
-            result = self.called(args)
+        from torch._inductor import config
+
+        # Weights are inputs of the code, also where a user asks for frozen ones: they may change in place.
+        with self._lock, config.patch(freezing=False):
+            result = self._call(*args)
             if self._ran is None:
-                raise NothingCompiled
+                raise RuntimeError("torch.compile is switched off (TORCH_COMPILE_DISABLE, set_stance), or has given up")
             ran, self._ran = self._ran, None
         return result, *ran
 
@@ -82,34 +68,15 @@ class Codes:
     """The compiled code of functions, shared by the steps that run them."""
 
     def __init__(self) -> None:
-        self._of: dict[Hashable, list[Code]] = {}
+        self._of: dict[Hashable, Code] = {}
 
     def __len__(self) -> int:
         # A copy: other threads may add to the dict.
-        return sum(code.number for codes in [*self._of.values()] for code in codes)
+        return sum(code.number for code in [*self._of.values()])
 
-    def whole(self, function: Any, key: Hashable) -> Code:
-        """The code of the function in one piece. key: see :meth:`ways`."""
-        return self._of.setdefault(key, [Code(function, True)])[0]
-
-    def ways(self, function: Any, args: tuple[Any, ...], key: Hashable) -> list[Callable[[], Any]]:
-        """Ways to run the function on the arguments as compiled code. The first that works is to be taken.
-
-        Args:
-            key: what decides which code is made: the function, and more.
-        """
-        codes = self._of.get(key)
-        if codes is None:
-            codes = self._of.setdefault(key, [Code(function, True), Code(function, False)])
-        in_pieces = codes[1]
-
-        def pieces() -> Any:
-            result = in_pieces.called(args)
-            if not in_pieces.number:
-                raise NothingCompiled
-            return result
-
-        return [OneGraph(codes[0], args), pieces]
+    def of(self, function: Any, key: Hashable) -> Code:
+        """The code of the function. key: what decides which code is made: the function, and more."""
+        return self._of.get(key) or self._of.setdefault(key, Code(function))
 
 
 def let_vary(tensor: Tensor, dims: tuple[int, ...]) -> None:
@@ -118,20 +85,9 @@ def let_vary(tensor: Tensor, dims: tuple[int, ...]) -> None:
 
 
 def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:
-    """torch.compile's default."""
     compile: Any = torch._dynamo.lookup_backend("inductor")
     run: Callable[..., Any] = compile(graph, inputs)
     return run
-
-
-class Place(NamedTuple):
-    """Where a module has a weight."""
-
-    table: Mapping[str, Any]
-    name: str
-
-    def now(self) -> Any:
-        return self.table[self.name]
 
 
 class OneGraph:
@@ -139,22 +95,17 @@ class OneGraph:
 
     The arguments are the same objects in each call, and their contents are written in place. So torch.compile need not check them
     before each call, which takes 0.2 ms where a model's modules are among them. The model is checked once in each call of
-    generate() (entry.Checked).
+    generate() (:func:`entry.checked`).
     """
 
     def __init__(self, code: Code, args: tuple[Any, ...]) -> None:
         self._code, self._args = code, args
         self._piece: Callable[..., Any] | None = None
         self._inputs: tuple[Any, ...] = ()
-        # Whether places stand for the weights among the inputs.
-        self._rests = False
         # Which of the piece's outputs the function returns; None for none.
         self._returned: int | None = None
 
     def __call__(self) -> Any:
-        if self._rests:
-            self._inputs = tuple(each.now() if isinstance(each, Place) else each for each in self._inputs)
-            self._rests = False
         if self._piece is not None:
             outputs = self._piece(*self._inputs)
             return None if self._returned is None else outputs[self._returned]
@@ -162,9 +113,3 @@ class OneGraph:
         if result is not None:
             self._returned = next(i for i, output in enumerate(outputs) if output is result)
         return result
-
-    def rest(self, places: Mapping[int, Place]) -> None:
-        """Lets go of the model's weights until the next call. places: of the weights, by their id()."""
-        if not self._rests:
-            self._inputs = tuple(places.get(id(each), each) for each in self._inputs)
-            self._rests = True

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import MoEModelOutput
 
-from .ancestry import Mask, Table, gathers, written_places
+from .ancestry import Mask, Table
 from .attention import AttentionCall, reads_tables, watched
 from .cache import Length, Places, SharedPromptLayer, SourceLayer, state_layers
 from .facts import arguments_of, cache_argument, num_layers, takes_positions, vocab_size_of
@@ -98,7 +98,6 @@ class Decoder:
         self._source = None if source is None else torch.zeros(batch, source, dtype=torch.int64, device=device)
         # A step needs only the shape of the encoder's output, and its mask.
         self._of_source: dict[str, Any] = {}
-        self._may_gather = False
         self._mask: Mask | Table | None = None
         self.calls: list[AttentionCall] = []
 
@@ -132,11 +131,6 @@ class Decoder:
             yield self._of_source["encoder_outputs"].last_hidden_state, (0, 1)
 
     @property
-    def gathers(self) -> bool:
-        """Whether each step gathers the new tokens of each beam."""
-        return self._may_gather and not isinstance(self._mask, Table)
-
-    @property
     def decoder(self) -> Decoder:
         """Itself, as :attr:`KeptStep.decoder`."""
         return self
@@ -156,7 +150,6 @@ class Decoder:
                 layer.move(used)
             layer.clear(used, places.up_to(room))
         places.room = room
-        self._may_gather = gathers(places.prompt, self._beams, room)
         return size
 
     def spare_room(self) -> int:
@@ -259,20 +252,17 @@ class Decoder:
         assert made is not None
         if parents is not None:
             self._follow(parents, step)
-        gathered = written_places(parents, step, shown) if self.gathers and parents is not None else None
-        self._places.begin_step(step, shown, gathered)
+        self._places.begin_step(step, shown)
         extra = dict(self._of_source)
         if self._source is not None and "cache_position" in self._arguments:
             # Some versions count positions by it. Without it they compute it from the cache's length, and wait for the device.
             length = self._places.length
             extra["cache_position"] = (length.tensor if isinstance(length, Length) else length).view(1)  # type: ignore[union-attr]
-        if isinstance(made, Table):
-            mask = made(parents, step, shown)
-        elif parents is None and not self._is_kept:
+        if isinstance(made, Mask) and parents is None and not self._is_kept:
             # All tokens that are shown have been written.
             mask = made.of_one_beam(shown)
         else:
-            mask = made(parents, step, shown, gathered is not None)
+            mask = made(parents, step, shown)
         return self._forward(twin, tokens.reshape(-1, 1), mask, self._last_positions + (step + 1), **extra)
 
     def states(self, new: int, parents: Tensor | None) -> Iterator[tuple[int, Any]]:

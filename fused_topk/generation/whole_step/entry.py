@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import threading
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ _SKIPPED = frozenset({attribute.KEPT, "generation_config", "generate"})
 # No text is longer than this. A greater limit stands for no limit.
 _MOST_PLACES = 2**20
 
-_ready: attribute.OfModels[Ready] = attribute.OfModels()
+_ready = attribute.OfModels()
 _lock = threading.RLock()
 
 
@@ -70,28 +70,22 @@ def ready_for(model: Any) -> Ready:
 
 def _known(model: Any) -> Ready | None:
     """What is kept of the model as it is now; None for nothing."""
-    ready = _ready.get(model)
+    ready: Ready | None = _ready.get(model)
     return ready if ready is not None and ready.of.is_of(model) else None
 
 
-class Checked(NamedTuple):
-    """A model whose calls may be served, as far as is known without a trial."""
+def checked(model: Any) -> Ready | None:
+    """What is known of a model whose calls may be served; None where a trial comes first.
 
-    model: Any
-    ready: Ready | None  # None where a trial comes first
-
-    @staticmethod
-    def of(model: Any) -> Checked:
-        """
-        Raises:
-            Declined: no call of the model is served.
-        """
-        with _lock:
-            ready = _known(model)
-        if ready is not None:
-            decline_for(ready.reason)
-        decline_for(reasons.of_model(model))
-        return Checked(model, ready)
+    Raises:
+        Declined: no call of the model is served.
+    """
+    with _lock:
+        ready = _known(model)
+    if ready is not None:
+        decline_for(ready.reason)
+    decline_for(reasons.of_model(model))
+    return ready
 
 
 def _made_ready(model: Any) -> Ready:
@@ -179,14 +173,16 @@ class Loop:
     """What generate() runs, through `custom_generate=`: whole steps, or where these do not serve the call transformers' own loop.
 
     Args:
-        checked: of the model whose generate() has been called.
+        model: whose generate() has been called.
+        ready: what :func:`checked` has given for it.
         compile: whether steps are to be compiled.
         streamer: gets the new tokens; None for none.
         is_cache_given: whether the user has given a cache, which is to hold what the call reads.
         topk: gets the best tokens of each step; None where nobody asks for them.
     """
 
-    checked: Checked
+    model: Any
+    ready: Ready | None
     compile: bool
     streamer: Any
     is_cache_given: bool
@@ -238,8 +234,7 @@ class Loop:
             Declined: it is not served.
         """
         # The model's generate() may have called that of a part.
-        is_part = model is not self.checked.model
-        ready = Checked.of(model).ready if is_part else self.checked.ready
+        ready = self.ready if model is self.model else checked(model)
         decline_for(reasons.of_config(generation_config) or reasons.of_inputs(inputs, model.config.is_encoder_decoder))
         decline_for(reason_against(logits_processor))
         criteria = Criteria(stopping_criteria)

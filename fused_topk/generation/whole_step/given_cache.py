@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, En
 
 from .cache import STATE_LAYER
 from .decoder import Decoder, Prompt
-from .reasons import Declined, decline_for
+from .reasons import Declined
 
 # A layer without keys, or one that reads those of another layer. Older versions leave it out.
 _NO_LAYER = getattr(cache_utils, "DummyLayer", None)
@@ -44,7 +44,6 @@ def is_used(cache: Any) -> bool:
 
 
 def new_for(config: Any) -> Any:
-    """An empty cache, as the model itself makes it."""
     of_decoder = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         return EncoderDecoderCache(DynamicCache(config=of_decoder), DynamicCache(config=of_decoder))
@@ -120,25 +119,6 @@ def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past:
     if not bool(are_same):
         raise Declined("a cache in which beams of a sequence differ")
     return Past(length, layers)
-
-
-def num_unread(given: int, of_mask: int | None, past: int, may_be_new: bool) -> int:
-    """How many of the given tokens are still to be read: the last ones.
-
-    Args:
-        given: how many tokens are given.
-        of_mask: how many tokens the attention mask has; None where that is not known.
-        past: how many tokens the cache has.
-        may_be_new: whether this version of transformers may be given the new tokens alone.
-
-    Raises:
-        Declined: it is not known what transformers does with such a mask.
-    """
-    if of_mask == given > past:
-        # The given tokens include those of the cache.
-        return given - past
-    decline_for(None if may_be_new and past and of_mask == given + past else "an attention mask of another length")
-    return given
 
 
 def fill(cache: Any, decoder: Decoder, prompt: Prompt, parents: Tensor | None, new: int) -> None:

@@ -54,11 +54,13 @@ class _FilledNumbers(TorchFunctionMode):
 class EndFlag:
     """Whether a search goes on, and its new tokens, as the host knows them. On a GPU both are those of LATENESS steps ago.
 
+    Elsewhere only the tokens are late, by a step: if the first step cannot be compiled, the call begins anew, and no user has seen any.
+
     The lateness is always the same, whatever the device has done by then. Steps in vain draw random numbers, too, so their
     number must not depend on time.
 
     Args:
-        is_late: whether flags are read late, as on a GPU. If not, the answer is that of the last step, and `put` is not called.
+        is_late: whether flags are read late, as on a GPU.
         put: gets the tokens of each step in order, as a tensor on the host, but not those of steps after the end.
         group: of the processes of a tensor-parallel model. If one of them dies, a graph waits without end. The host does not.
     """
@@ -69,6 +71,8 @@ class EndFlag:
         self._group = group
         self._pending: deque[_Copy] = deque()
         self._spare: list[_Copy] = []
+        # The last tokens, where the flag is not late.
+        self._tokens: Tensor | None = None
 
     def goes_on(self, flag: Tensor, tokens: Tensor | None = None) -> bool:
         """After each step, with bool [] and the step's tokens on the device: True while the search may go on.
@@ -77,6 +81,8 @@ class EndFlag:
             tokens: int64 [batch]; None where nobody asks for them.
         """
         if not self._is_late:
+            self._hand_on()
+            self._tokens = None if tokens is None else tokens.to("cpu", copy=True)
             return bool(flag)
         copy = self._spare.pop() if self._spare else _Copy(tokens)
         copy.begin(flag, tokens)
@@ -93,8 +99,13 @@ class EndFlag:
 
     def finish(self) -> None:
         """Called after the last step. Hands the remaining tokens to `put`."""
+        self._hand_on()
         while self._pending and self._oldest():
             pass
+
+    def _hand_on(self) -> None:
+        if self._put is not None and self._tokens is not None:
+            self._put(self._tokens)
 
     def _oldest(self) -> bool:
         copy = self._pending.popleft()

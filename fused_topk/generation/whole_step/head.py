@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -28,8 +27,10 @@ _OPERATIONS = 1 << 22
 _LEAST_HIDDEN_SIZE = 128
 
 
-class Head(ABC):
-    """An LM head. Its weights are those that the module has now: else they would live on where a user replaces them.
+class Head:
+    """A whole LM head on a CPU, whose kernel keeps no logits. Other kernels keep them, so nothing is gained there.
+
+    Its weights are those that the module has now: else they would live on where a user replaces them.
 
     Args:
         headless: the rest of its model.
@@ -41,18 +42,22 @@ class Head(ABC):
         self.module = module
 
     @property
-    @abstractmethod
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        return len(self.module.weight)
 
-    @abstractmethod
     def serves(self, rows: int, k: int) -> bool:
         """Whether the head can find the k best tokens of so many rows."""
+        weight = self.module.weight
+        if weight.device.type != "cpu" or backends.pick(weight.device, weight.dtype, k, None) != "cpu":
+            return False
+        is_small = linear_pieces.is_for_the_native_kernel(rows, k)
+        return is_small and native.multiplies(weight, weight, self.module.bias)
 
-    @abstractmethod
     def is_quicker(self, rows: int) -> bool:
         """Whether that is quicker than a choice from logits, where the steps are not kept."""
+        weight: Tensor = self.module.weight
+        return rows * weight.numel() >= _OPERATIONS and weight.shape[1] >= _LEAST_HIDDEN_SIZE
 
-    @abstractmethod
     def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """int64 [R]: the token of the greatest logit of each row.
 
@@ -60,8 +65,8 @@ class Head(ABC):
             hidden: [R, H].
             mask: int32 [R, W], which tokens may be chosen; None for all.
         """
+        return functional.linear_topk(hidden, self.module.weight, 1, self.module.bias, mask=mask).indices.squeeze(1)
 
-    @abstractmethod
     def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The k best continuations of each sequence, ordered as :func:`fused_topk.beam_topk` does.
 
@@ -73,30 +78,6 @@ class Head(ABC):
         Returns:
             Accumulated log-probabilities float32 [batch, k], best first, and int64 [batch, k], beam * V + token.
         """
-
-
-class WholeHead(Head):
-    """A whole LM head on a CPU, whose kernel keeps no logits. Other kernels keep them, so nothing is gained there."""
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.module.weight)
-
-    def serves(self, rows: int, k: int) -> bool:
-        weight = self.module.weight
-        if weight.device.type != "cpu" or backends.pick(weight.device, weight.dtype, k, None) != "cpu":
-            return False
-        is_small = linear_pieces.is_for_the_native_kernel(rows, k)
-        return is_small and native.multiplies(weight, weight, self.module.bias)
-
-    def is_quicker(self, rows: int) -> bool:
-        weight: Tensor = self.module.weight
-        return rows * weight.numel() >= _OPERATIONS and weight.shape[1] >= _LEAST_HIDDEN_SIZE
-
-    def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        return functional.linear_topk(hidden, self.module.weight, 1, self.module.bias, mask=mask).indices.squeeze(1)
-
-    def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         batch, beams = beam_scores.shape
         vocab_size = self.vocab_size
         best = functional.linear_log_softmax_topk(
@@ -131,8 +112,8 @@ class HeadOfColumns(Head):
         return True
 
     def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        own = self._own(mask)
-        return distributed.topk(self._logits(hidden), 1, group=self.columns.group, mask=own).indices.squeeze(1)
+        found = distributed.topk(self._logits(hidden), 1, group=self.columns.group, mask=self._own(mask))
+        return found.indices.squeeze(1)
 
     def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         own = self._own(mask)
@@ -160,23 +141,19 @@ def head_of(twin: Any, inputs: dict[str, Any]) -> Head | None:
         inputs: inputs of the model to try it on.
     """
     head = twin.get_output_embeddings()
+    inputs = {**inputs, "use_cache": False}
     if isinstance(head, GatheredLinear):
-        return _head_of_columns(twin, head, inputs)
-    found = run_with_head(twin, {**inputs, "use_cache": False})
+        headless = _without(head, twin)
+        is_without = torch.equal(head(headless(**inputs).logits), twin(**inputs).logits)
+        return HeadOfColumns(headless, head, head.part.columns) if is_without else None
+    found = run_with_head(twin, inputs)
     if not isinstance(found, HeadInput):
         return None
     headless = _without(head, twin)
     # A model that does not call the head as a module gives logits here, too.
-    is_without = torch.equal(headless(**inputs, use_cache=False).logits, found.hidden)
+    is_without = torch.equal(headless(**inputs).logits, found.hidden)
     is_own = found.weight is head.weight and found.bias is head.bias
-    return WholeHead(headless, head) if is_without and is_own else None
-
-
-def _head_of_columns(twin: Any, head: GatheredLinear, inputs: dict[str, Any]) -> Head | None:
-    headless = _without(head, twin)
-    logits = head(headless(**inputs, use_cache=False).logits)
-    is_without = torch.equal(logits, twin(**inputs, use_cache=False).logits)
-    return HeadOfColumns(headless, head, head.part.columns) if is_without else None
+    return Head(headless, head) if is_without and is_own else None
 
 
 def _without(head: nn.Module, twin: Any) -> Any:

@@ -28,7 +28,7 @@ from ... import functional
 from ..tensor_parallel.group import all_say
 from . import compiled, graphs, layers
 from .beams import choose
-from .compiled import Codes, OneGraph, Place
+from .compiled import Codes, OneGraph
 from .decoder import Decoder
 from .head import Head
 from .reasons import raise_if_from_a_signal, said_by
@@ -47,6 +47,7 @@ class KeptStep:
     """The steps of one shape. They serve one call at a time.
 
     Attributes:
+        head: the LM head that chooses tokens from hidden states; None where it chooses from logits.
         state: of the search. The next call writes over it.
         count: int64 [1], how many new tokens there are.
         last: int64 [1], the number of the one that ends every text, from 0 on.
@@ -57,13 +58,12 @@ class KeptStep:
         # Layers that are compiled by themselves are those of the twin with its head.
         for_steps = None
         if all(shape.way):
-            for_steps = layers.apart(twin, layers.compiled(codes.whole(layers.called, shape.of_layers())))
+            for_steps = layers.apart(twin, layers.compiled(codes.of(layers.called, shape.of_layers())))
         if head is not None and (
             for_steps or not head.serves(shape.batch * shape.beams, 1 if is_greedy else shape.kept)
         ):
             head = None
-        self._twin = twin
-        self._head = head
+        self.head = head
         self._group = group
         self.decoder = decoder_of(twin)(
             twin,
@@ -97,11 +97,6 @@ class KeptStep:
         # A function that runs a kind of step, by the name of the kind and by the room.
         self._runs: dict[tuple[str, int], Callable[[], Any]] = {}
         self._graphs: list[graphs.Graph] = []
-
-    @property
-    def has_head(self) -> bool:
-        """Whether it chooses tokens from hidden states."""
-        return self._head is not None
 
     @property
     def made(self) -> tuple[Any, ...]:
@@ -161,7 +156,7 @@ class KeptStep:
             return
         args = (
             self.decoder,
-            self._head,
+            self.head,
             None if mask is None else self._mask,
             self.state,
             self._constants,
@@ -187,14 +182,9 @@ class KeptStep:
         run()
 
     def rest(self) -> None:
-        """Lets go of the model's weights until the next call."""
-        compiled_runs = [run for run in self._runs.values() if isinstance(run, OneGraph)]
-        if not compiled_runs:
-            return
-        tables = [table for module in self._twin.modules() for table in (module._parameters, module._buffers)]
-        places = {id(each): Place(table, name) for table in tables for name, each in table.items() if each is not None}
-        for run in compiled_runs:
-            run.rest(places)
+        """Lets go of the model's weights, which are the inputs of compiled code. The next call finds the code again."""
+        if not self.shape.way.is_captured:
+            self._runs.clear()
 
     def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The logits of these tokens, as :meth:`Decoder.read` gives them; the next call writes over them."""
@@ -220,26 +210,22 @@ class KeptStep:
         return run
 
     def _made(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
-        ways: list[Callable[[], Any]] = [graphs.Bound(function, args)]
-        if self.shape.way.is_compiled and not self.shape.way.is_captured:
+        run: Callable[[], Any] = graphs.Bound(function, args)
+        if not self.shape.way.is_captured:
             for tensor, dims in self._sizes_that_vary():
                 compiled.let_vary(tensor, dims)
-            key = kind, self.shape.of_code(), self.decoder.gathers, self._head is None
-            ways = self._codes.ways(function, args, key)
-        for number, run in enumerate(ways, 1):
-            try:
-                run()
-                if not self.shape.way.is_captured:
-                    return run
-                graph = self._captured(run)
-                self._graphs.append(graph)
-                return graph.replay
-            # An error of torch.compile, of the C++ compiler, or of the capture. Whatever it is, the call runs without.
-            except Exception as error:
-                raise_if_from_a_signal(error)
-                if number == len(ways):
-                    raise NotKept(f"a step that is to be {self.shape.way} raises {said_by(error)}") from error
-        raise AssertionError("there is a way")
+            run = OneGraph(self._codes.of(function, (kind, self.shape.of_code(), self.head is None)), args)
+        try:
+            run()
+            if not self.shape.way.is_captured:
+                return run
+            graph = self._captured(run)
+        # An error of torch.compile, of the C++ compiler, or of the capture. Whatever it is, the call runs without.
+        except Exception as error:
+            raise_if_from_a_signal(error)
+            raise NotKept(f"a step that is to be {self.shape.way} raises {said_by(error)}") from error
+        self._graphs.append(graph)
+        return graph.replay
 
     def _captured(self, run: Callable[[], Any]) -> graphs.Graph:
         """A graph of the run. For a tensor-parallel model all processes have one, or all raise."""

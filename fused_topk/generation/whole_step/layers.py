@@ -45,7 +45,7 @@ def apart(twin: Any, run: Run | None = None) -> Any:
 
 
 def compiled(code: Code) -> Run:
-    """Calls layers as compiled code. Args: code: of :func:`called`, in one piece."""
+    """Calls layers as compiled code. Args: code: of :func:`called`."""
 
     def run(layer: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
         _let_vary((args, kwargs))

@@ -82,7 +82,6 @@ class Together:
             self._told(_REFUSED)
 
     def _told(self, said: int) -> set[int]:
-        """What all processes say. Waits for the device."""
         everyone: list[list[int]] = all_gather(torch.tensor([[said]], device=self._device), self.group).tolist()
         return {number for each in everyone for number in each}
 

@@ -58,7 +58,12 @@ def of_text(
     before = 0 if past is None else past.length
     # Without padding later versions of transformers drop the mask, and keep its length.
     of_mask = getattr(config, "_mask_length", read.shape[1]) if mask is None else mask.shape[1]
-    unread = given_cache.num_unread(read.shape[1], of_mask, before, embeddings is None and reasons.TAKES_NEW_TOKENS)
+    unread = read.shape[1]
+    if of_mask == unread > before:
+        # The given tokens include those of the cache.
+        unread -= before
+    elif not (before and of_mask == unread + before and embeddings is None and reasons.TAKES_NEW_TOKENS):
+        raise Declined("an attention mask of another length")
     read = read[:, -unread:]
     shape = len(read), before + unread
     is_text = _is_text(None if mask is None else mask[::beams], shape, ids.device)

@@ -29,7 +29,6 @@ class Declined(Exception):
 
 
 def decline_for(reason: str | None) -> None:
-    """Raises Declined if there is a reason."""
     if reason is not None:
         raise Declined(reason)
 

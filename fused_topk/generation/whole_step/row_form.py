@@ -48,8 +48,6 @@ class RowPlaces(Places):
 
 
 class RowLayer(SharedPromptLayer):  # type: ignore[no-untyped-call]
-    """One layer's keys and values."""
-
     _places: RowPlaces
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -74,7 +72,7 @@ class RowDecoder(Decoder):
 
     def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         places, beams = self._places, self._beams
-        places.begin_step(step, shown, None)
+        places.begin_step(step, shown)
         steps = torch.arange(shown, device=step.device)
         if parents is not None:
             places.past = written_places(parents, step, shown)

@@ -99,15 +99,6 @@ class Search(NamedTuple):
         head = self._head_alone()
         return self._run(self._decoder(head), None, self.rules.room, head)
 
-    def _hand_on(self, state: Any, token: int) -> None:
-        """Hands a new token of each text, counted from 0 on, to the user's streamer.
-
-        A loop of steps that are kept calls this after the next step. So the user has seen nothing if the first of them cannot be
-        compiled, and the call begins anew.
-        """
-        if self.streamer is not None and not self._is_late:
-            self.streamer.put(state.tokens[:, token].to("cpu", copy=True))
-
     @property
     def _is_late(self) -> bool:
         """Whether the host knows the result of a step only some steps later."""
@@ -118,7 +109,7 @@ class Search(NamedTuple):
         return graphs.EndFlag(self._is_late, None if self.streamer is None else self.streamer.put, self.group)
 
     def _streamed(self, state: Any, token: int) -> Tensor | None:
-        """The token that a streamer gets late; None where there is no streamer."""
+        """The token that a streamer gets; None where there is no streamer."""
         return None if self.streamer is None else state.tokens[:, token]
 
     # All of a step at once.
@@ -138,7 +129,7 @@ class Search(NamedTuple):
                 or self.topk is not None
                 or any(each is not None for each in kept)
                 # A step without the LM head chooses on each process by itself.
-                or (self.group is not None and not step.has_head)
+                or (self.group is not None and step.head is None)
             )
             if reads_logits:
                 return self._run(step, way, most_room(self.rules))
@@ -175,11 +166,9 @@ class Search(NamedTuple):
                 # The user may have seen tokens, so the call goes on, one operation after another.
                 self._note(error, way)
                 step.advance(mask, by_operations=True)
-            self._hand_on(step.state, token - 1)
             is_going = flag.goes_on(step.state.goes_on, self._streamed(step.state, token))
             token += 1
         flag.finish()
-        self._hand_on(step.state, token - 1)
         if rules.beams > 1 and not ids.is_cuda and bool(step.state.running.scores.isnan().any()):
             # After a step with NaN the scores of all steps are NaN: see `choosing`.
             raise Declined("NaN among the scores")
@@ -218,8 +207,6 @@ class Search(NamedTuple):
             state = after
             if in_vain is not None:
                 in_vain.note()
-            if way is None:
-                self._hand_on(state, step)
             if not flag.goes_on(state.goes_on, self._streamed(state, step)) or ends_now:
                 break
             if step + 1 == size:
@@ -241,10 +228,6 @@ class Search(NamedTuple):
                 self._note(error, way)
                 reader, counted = reader.decoder, None
                 logits = reader.read(tokens, parents, place.step, step + 1)
-            if way is not None:
-                self._hand_on(state, step)
-        if way is not None:
-            self._hand_on(state, step)
         flag.finish()
         count = int(steps) if is_late else step + 1
         if in_vain is not None:

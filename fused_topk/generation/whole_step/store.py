@@ -81,7 +81,6 @@ class Store:
                 self._kept.clear()
 
     def made(self, shape: Shape) -> tuple[Any, ...]:
-        """What is kept for a shape: see :attr:`KeptStep.made`."""
         with self._lock:
             step = self._kept.get(shape)
             return self._failed.get(shape, (0,))[0], shape in self._used, None if step is None else step.made

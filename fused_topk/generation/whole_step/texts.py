@@ -25,7 +25,6 @@ class Texts(NamedTuple):
         yield from ((self.tokens, (0, 1)), (self.has_ended, (0,)))
 
     def with_room(self, room: int) -> Texts:
-        """The same with room for so many tokens."""
         return Texts(F.pad(self.tokens, (0, room - self.tokens.shape[1])), self.has_ended, self.goes_on)
 
 

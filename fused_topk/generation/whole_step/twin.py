@@ -209,14 +209,15 @@ def _held(part: Any) -> Any:
 class _Numbers:
     """Which attributes of a model's modules are numbers that no code of these modules reads, such as a trainer's count of steps.
 
-    Such a name stands in no function of the files in which the modules' classes are defined. Where a function of another package than
-    transformers and torch is among them, every number may be read.
+    Such a name stands nowhere in the files in which the modules' classes are defined. Where one is of another package than transformers
+    and torch, or runs a function of another package, every number may be read.
     """
 
     def __init__(self, model: nn.Module) -> None:
         kinds = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
-        self._names: set[str] = set()
-        self._may_be_any = not all(_adds_names(file, self._names) for file in {kind.__module__ for kind in kinds})
+        files = {kind.__module__ for kind in kinds}
+        self._may_be_any = not all(map(_is_known, files))
+        self._names = frozenset() if self._may_be_any else frozenset().union(*map(_names_in, files))
 
     def are_unread(self, name: str, value: Any) -> bool:
         return type(value) in (int, float) and name not in self._names and not self._may_be_any
@@ -225,48 +226,37 @@ class _Numbers:
 _FOLDERS = tuple(str(Path(str(package.__file__)).parent) for package in (torch, transformers))
 
 
-# Methods that dataclasses makes, which are no code of a model.
-_OF_DATACLASSES = {"__init__", "__repr__", "__eq__", "__hash__", "__setattr__", "__delattr__", "__replace__"}
-
-
-def _adds_names(file: str, found: set[str]) -> bool:
-    """Adds all names and strings in the functions of a module of Python. Returns whether these are known.
-
-    They are where the module is of transformers or torch; and if it is one of models, so are all functions of its classes, and nobody
-    has put another function in the place of one of the module's: a function of another package has its own name there.
-    """
-    is_of_models = file.startswith("transformers.models.")
+def _is_known(file: str) -> bool:
+    """Whether a module of Python runs no code but that of torch and transformers."""
     if not file.startswith(("transformers.", "torch.")) or file not in sys.modules:
         return False
-    known: set[int] = set()
-    pending: list[tuple[str, Any, bool]] = [(name, each, False) for name, each in vars(sys.modules[file]).items()]
+    if not file.startswith("transformers.models."):
+        return True
+    of_file = vars(sys.modules[file])
+    kinds = [each for each in of_file.values() if isinstance(each, type) and issubclass(each, nn.Module)]
+    of_kinds = [each for kind in kinds if kind.__module__ == file for each in vars(kind).values()]
+    # A function of another package that the file imports has its own name there.
+    replaced = [each for name, each in of_file.items() if getattr(each, "__name__", name) != name]
+    codes = [getattr(each, "__code__", None) for each in (*of_kinds, *replaced)]
+    return all(code is None or code.co_filename.startswith(_FOLDERS) for code in codes)
+
+
+@functools.cache
+def _names_in(file: str) -> frozenset[str]:
+    """All names and strings in the code of a module of Python."""
+    loader: Any = sys.modules[file].__loader__
+    found: set[str] = set()
+    pending = [loader.get_code(file)]
     while pending:
-        name, each, is_of_class = pending.pop()
-        if id(each) in known:
-            continue
-        known.add(id(each))
+        each = pending.pop()
         if isinstance(each, types.CodeType):
             found.update(each.co_names, each.co_freevars)
-            pending += [(name, const, is_of_class) for const in each.co_consts]
+            pending += each.co_consts
+        elif isinstance(each, (tuple, frozenset)):
+            pending += each
         elif isinstance(each, str):
             found.add(each)
-        elif isinstance(each, (tuple, list, set, frozenset, dict)):
-            # Names may stand in a list.
-            pending += [(name, part, is_of_class) for part in (each.values() if isinstance(each, dict) else each)]
-            pending += [(name, part, is_of_class) for part in each if isinstance(part, str)]
-        elif isinstance(each, types.FunctionType):
-            is_known = each.__code__.co_filename.startswith(_FOLDERS)
-            is_made = name in _OF_DATACLASSES and is_of_class
-            if is_of_models and not is_known and not is_made and (is_of_class or each.__name__ != name):
-                return False
-            pending.append((name, each.__code__, is_of_class))
-        elif isinstance(each, (classmethod, staticmethod)):
-            pending.append((name, each.__func__, is_of_class))
-        elif isinstance(each, property):
-            pending.append((name, each.fget, is_of_class))
-        elif isinstance(each, type) and each.__module__ == file:
-            pending += [(name, part, True) for name, part in vars(each).items()]
-    return True
+    return frozenset(found)
 
 
 # Gives the parts of an object: all that it holds, in order.
