@@ -91,7 +91,7 @@ def measure(ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: i
     found: dict[str, Calls] = {}
     sequences: dict[str, Tensor] = {}
     # The weights, and what compiled code holds of an earlier model.
-    held = torch.cuda.memory_allocated() if model.device.type == "cuda" else 0
+    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     stats(reset=True)
     for way, generate in ways.items():
         try:
