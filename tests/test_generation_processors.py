@@ -10,11 +10,14 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
+import torch
 import transformers
 from transformers.generation import logits_process as stock
 
 from decoding import EOS, assert_same, assert_whole, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
+from fused_topk.generation.whole_step import plan
+from rows import adversarial_rows
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
@@ -112,3 +115,23 @@ def test_lists_that_stock_refuses(options):
             except (IndexError, ValueError) as error:
                 found.append(str(error))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 50, 1000, 1200])
+def test_top_k_removes_what_stocks_removes(top_k):
+    """Ties at the border, rows of one value, infinities and NaN."""
+    scores = torch.stack(list(adversarial_rows(1000, min(top_k, 1000), torch.float32).values()))
+    warper, ids = stock.TopKLogitsWarper(top_k), torch.zeros(len(scores), 1, dtype=torch.int64)
+    want, got = warper(ids, scores.clone()), plan.called([warper], ids, scores.clone())
+    assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)) and torch.equal(got.isnan(), want.isnan())
+
+
+def test_a_top_k_of_the_users_is_called(monkeypatch):
+    class Own(stock.TopKLogitsWarper):
+        def __call__(self, input_ids, scores):
+            return scores + 1
+
+    scores, ids = torch.zeros(1, 5), torch.zeros(1, 1, dtype=torch.int64)
+    assert torch.equal(plan.called([Own(2)], ids, scores), scores + 1)
+    monkeypatch.setattr(stock.TopKLogitsWarper, "__call__", lambda self, input_ids, scores: scores + 2)
+    assert torch.equal(plan.called([stock.TopKLogitsWarper(2)], ids, scores), scores + 2)

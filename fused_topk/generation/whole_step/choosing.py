@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig
 
 from ... import functional
 from ...problem import TopK
@@ -16,7 +16,7 @@ from . import beams, draws, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
 from .head import Head
-from .plan import Plan
+from .plan import Plan, called
 from .reasons import SORTS_DRAWN_BEAMS, Declined
 from .results import KeptOutputs
 
@@ -208,13 +208,13 @@ class _Scores:
             # A copy: a processor may write to it.
             of_beams = self._are_log_probs
             scores = self.logits.float().log_softmax(-1) if of_beams else self.logits.to(torch.float32, copy=True)
-            self._called = LogitsProcessorList(self._plan.called)(self._text, scores)
+            self._called = called(self._plan.called, self._text, scores)
         return self._called
 
     def last(self) -> Tensor:
         """float32 [R, V]: the scores after all processors, as stock generate() has them."""
         if self._last is None:
-            self._last = LogitsProcessorList(self._plan.rest)(self._text, self.called())
+            self._last = called(self._plan.rest, self._text, self.called())
         return self._last
 
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
+from ... import functional
 from ..processor import FusedTopKLogitsProcessor
 from ..trie.processor import TrieLogitsProcessor
 from .facts import is_as_published
@@ -103,6 +106,30 @@ class Plan:
     def rest(self) -> list[Any]:
         """The processors that the choice stands for."""
         return self.processors[len(self.called) :]
+
+
+class QuickTopK:
+    """A TopKLogitsWarper whose smallest score that is kept comes from our top-k: the same scores, in a tenth of the time."""
+
+    def __init__(self, warper: Any) -> None:
+        self._warper = warper
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        known = vars(self._warper)
+        top_k, fill = known.get("top_k"), known.get("filter_value")
+        is_known = type(top_k) is int and type(fill) is float and is_as_published(type(self._warper))
+        if not is_known or top_k < 1 or scores.dtype is not torch.float32:
+            found: Tensor = self._warper(input_ids, scores)
+            return found
+        least = functional.topk(scores, min(top_k, scores.shape[-1])).values[..., -1:]
+        return scores.masked_fill(scores < least, fill)
+
+
+def called(processors: list[Any], input_ids: Tensor, scores: Tensor) -> Tensor:
+    """The scores after these processors, which get stock's arguments."""
+    as_called = [QuickTopK(each) if type(each) is logits_process.TopKLogitsWarper else each for each in processors]
+    found: Tensor = LogitsProcessorList(as_called)(input_ids, scores)  # type: ignore[arg-type]
+    return found
 
 
 def _parameters(warpers: list[Any]) -> dict[str, Any] | None:
