@@ -113,9 +113,9 @@ def test_tensors_without_data(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_few_rows_and_none(backend, name, lead):
     """And in inference mode, whose results are those outside of it."""
+    if lead in ((), (2, 0)) and name == "beam_topk":
+        return  # without a beam there is nothing to choose from
     for told, given in calls(name, "gradients", Case(lead)):
-        if lead in ((), (2, 0)) and name == "beam_topk":
-            continue  # without a beam there is nothing to choose from
         want = call(name, given, backend)
         assert_close(want, exact(name, given), f"{name} {told}")
         with torch.inference_mode():

@@ -155,8 +155,9 @@ def test_a_compiler_that_is_switched_off(switch, output_scores, model, monkeypat
         block = torch._dynamo.config.patch(**{switch: True})
     with block:
         (reason,) = assert_not_compiled(model, None, output_scores=output_scores)
-    # Some versions of torch raise an error of their own.
-    assert reason.startswith("a step that is to be compiled raises ") and "torch.compile" in reason
+    # Some versions of torch raise an error of their own. One graph is compiled whatever suppress_errors says.
+    told = "OSError: no compiler" if switch == "suppress_errors" else "torch.compile"
+    assert reason.startswith("a step that is to be compiled raises ") and told in reason
     assert not any("was compiled" in message for message in caplog.messages)
 
 

@@ -64,30 +64,20 @@ def read(case: Case, device: torch.device) -> Function:
     return (lambda logits: function(logits.flatten()[:count].unsqueeze(0))) if case.kind == "ragged" else function
 
 
-def copy(case: Case, device: torch.device) -> Function:
-    return Tensor.clone
-
-
 def product(case: Case, device: torch.device) -> Function:
     weight = weight_of(case, device)
     return lambda hidden: linear(hidden, weight)
 
 
-def three_products(case: Case, device: torch.device) -> Function:
-    """A product, and the two of its gradients."""
+def products(case: Case, device: torch.device, again: bool = False) -> Function:
+    """A product, and the two of its gradients. again: the first one once more, as in a backward pass that has no logits."""
     weight = weight_of(case, device)
 
-    def products(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        logits = linear(hidden, weight)
+    def run(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = [linear(hidden, weight) for _ in range(1 + again)][-1]
         return logits @ weight, logits.T @ hidden
 
-    return products
-
-
-def four_products(case: Case, device: torch.device) -> Function:
-    """The same, with the first one once more in the backward pass."""
-    weight, three = weight_of(case, device), three_products(case, device)
-    return lambda hidden: (linear(hidden, weight), three(hidden))
+    return run
 
 
 # ---- Top-k ----
@@ -123,10 +113,6 @@ def rows_alone(case: Case, device: torch.device) -> Function:
     k = case.k or (50 if case.kind != "whole" else 8)
     function = ours.topk(case._replace(rows=case.num_rows, beams=0, k=k, kind=""), device)
     return lambda logits: function(logits.reshape(-1, case.vocab))
-
-
-def torch_softmax(case: Case, device: torch.device) -> Function:
-    return lambda logits: torch.softmax(logits, -1)
 
 
 # ---- Draws ----
@@ -313,7 +299,7 @@ _READ: dict[str, Maker] = {"read": read}
 TOPK = _READ | {"torch": torch_topk}
 FLASHINFER_TOPK: dict[str, Maker] = {"flashinfer": flashinfer_topk(False), "flashinfer sorted": flashinfer_topk(True)}
 BEAMS = _READ | {"top-k alone": rows_alone, "torch": torch_beams}
-SOFTMAX: dict[str, Maker] = {"copy": copy, "torch": torch_softmax}
+SOFTMAX: dict[str, Maker] = {"copy": lambda *_: Tensor.clone, "torch": lambda *_: partial(torch.softmax, dim=-1)}
 DRAWS = _READ | {
     "top-k alone": rows_alone,
     "torch": torch_draw,
@@ -323,8 +309,8 @@ DRAWS = _READ | {
 ROUTERS = _READ | {"torch": torch_route, "vllm": vllm_route, "flashinfer": flashinfer_route}
 HEADS: dict[str, Maker] = {"product": product, "product, our top-k": product_and_topk, "torch": torch_head}
 LOSSES: dict[str, Maker] = {
-    "product": three_products,
-    "products": four_products,
+    "product": products,
+    "products": partial(products, again=True),
     "kept logits": partial(ours.train, recompute=False),
     "entropy": partial(ours.train, entropy=True),
     "entropy, kept logits": partial(ours.train, entropy=True, recompute=False),
