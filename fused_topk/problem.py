@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import gone
-from .rows import LogitRows
+from .rows import LogitRows, cut
 from .scale import Scale
 
 
@@ -166,7 +166,7 @@ class LogitGradientProblem(NamedTuple):
     listed: Tensor
 
     def some(self, rows: slice) -> LogitGradientProblem:
-        return LogitGradientProblem(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+        return LogitGradientProblem._make(cut(self, rows))
 
 
 class Kept(NamedTuple):

@@ -258,6 +258,11 @@ def some_rows(tensor: Tensor, trailing: int, rows: slice) -> Tensor:
         return tensor[tuple(_places(lead, rows, tensor.device))]
 
 
+def cut(tensors: Iterable[Tensor | None], rows: slice) -> list[Tensor | None]:
+    """A range of the rows of several tensors, whose first dimension counts them."""
+    return [None if x is None else x[rows] for x in tensors]
+
+
 def _places(lead: Sequence[int], rows: slice, device: torch.device) -> list[Tensor]:
     """The places of a range of rows along each of the leading dimensions: a tensor (rows,) for each dimension."""
     numbers = torch.arange(rows.start, rows.stop, device=device)

@@ -26,7 +26,7 @@ from .. import backends
 from ..backends import cuda, cuda_pieces
 from ..layout import linear_pieces as layout
 from ..problem import LinearProblem, LogitGradientProblem, result_dtype
-from ..rows import LogitRows, some_rows
+from ..rows import LogitRows, cut, some_rows
 from ..token_sums import TokenSums, reference_point, without
 from .linear_pieces import Block, blocks, product, room
 
@@ -50,8 +50,8 @@ class _OfRows(NamedTuple):
     added: list[tuple[Tensor, Tensor]]
 
     def some(self, rows: slice) -> _OfRows:
-        terms = [None if x is None else x[rows] for x in self[:-1]]
-        return _OfRows._make([*terms, [(tokens[rows], amounts[rows]) for tokens, amounts in self.added]])
+        added = [(tokens[rows], amounts[rows]) for tokens, amounts in self.added]
+        return _OfRows._make([*cut(self[:-1], rows), added])
 
 
 class Incoming(NamedTuple):

@@ -20,7 +20,7 @@ from ..backends import cpu as native
 from ..backends import cuda, cuda_pieces
 from ..layout import linear_pieces
 from ..problem import LinearProblem, TokenSumsProblem, TopK, result_dtype
-from ..rows import LogitRows, RowsBlock, some_rows
+from ..rows import LogitRows, RowsBlock, cut, some_rows
 from ..scale import Scale
 from ..token_sums import TokenSums, empty_sums
 from . import merging, row_topk, token_spread
@@ -306,7 +306,7 @@ class _Targets(NamedTuple):
         return targets
 
     def some(self, rows: slice) -> _Targets:
-        return _Targets(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+        return _Targets._make(cut(self, rows))
 
     def _multiply(self, head: LinearProblem, block: Block) -> None:
         """Computes the targets' logits ahead, because pieces before a target's own compare their logits with its. They may differ
