@@ -194,11 +194,13 @@ def test_launches_of_attention():
         f"attention::kRows == {attention_launch.ROWS}",
     ]
     for dim in attention_launch.DIMS:
-        planned = attention_launch.plan(1, 1, 1, 1, dim, 256, 1)
+        planned, shared = attention_launch.plan(1, 1, 1, 1, dim, 256, 1), attention_launch.shared_bytes(dim)
         claims += [
             f"attention::kBlocks<{dim}> == {attention_launch.resident_blocks(dim)}",
-            f"{dim} / attention::kOwn<{dim}> == {planned.grid[2]}",
-            f"attention::kStateWords<{dim}> * {planned.parts * planned.grid[2]} == {planned.state_words}",
+            f"{dim} / attention::kOwn<{dim}> == {planned.grid[1]}",
+            f"attention::kStateWords<{dim}> * {planned.parts * planned.grid[1]} == {planned.state_words}",
+            f"attention::Stage<BFloat16, {dim}>::kCount * sizeof(attention::Stage<BFloat16, {dim}>) == {shared}",
+            f"2 * attention::kStateWords<{dim}> * sizeof(float) <= {shared}",
         ]
     assert failures(KERNEL_OF[kernel_arguments.StepAttention], claims) == ""
 

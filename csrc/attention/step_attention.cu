@@ -10,8 +10,8 @@
 //
 // Beams of a sequence share the keys of its prompt. The keys of the tokens that a beam has written since lie where its ancestors
 // wrote them, which a table says (Text). The queries of all beams and heads that share a key head are the rows of one matrix. A
-// warp has 16 of them, which tensor cores multiply with 16 keys at a time. So a prompt's key is read once for 16 rows, and keys
-// go from global memory to registers, to which place there the tables decide: nothing is copied.
+// warp has 16 of them, which tensor cores multiply with 16 keys at a time. While it does, the next keys and values travel
+// to shared memory, from the places that the table says. So a prompt's key is read from global memory once for the rows of a block.
 //
 // A text's keys are cut into parts, whose length depends on the text alone, and parts are merged in one order. So the same text gives
 // the same bits in every batch. A block has one part, or all of a row where there are rows enough for the GPU.
@@ -27,8 +27,8 @@ struct StepAttention {
   const void* table;    // int32; see Text
   const void* sinks;    // nullable; [key_heads * groups], in the format of the queries
   void* out;            // [batch * beams, key_heads * groups, D], contiguous
-  float* states;        // [blocks of tiles and heads, warps_in_rows, parts, kStateWords]; for several parts
-  u32* tickets;         // [blocks of tiles and heads], zero before and after each launch; for several parts
+  float* states;        // [blocks of rows and heads, warps_in_rows, parts, kStateWords]; for several parts
+  u32* tickets;         // [blocks of rows and heads], zero before and after each launch; for several parts
   i64 query_strides[2];
   i64 key_strides[3];
   i64 value_strides[3];
@@ -54,14 +54,9 @@ constexpr u32 kWarps = 4;
 // How many dimensions of o a warp has registers for. Two blocks share the values of more.
 template <u32 D>
 constexpr u32 kOwn = D <= 128 ? D : D / 2;
-// Whether registers hold 16 keys and their values beside o. More spill, 128 on compute capability 10.
+// How many blocks must fit on a multiprocessor. 8.6, 8.9 and 12.0 have shared memory for two.
 template <u32 D>
-constexpr bool kLoadsAtOnce = D <= (__CUDA_ARCH__ < 1000 ? 128 : 96);
-// How many blocks must fit on a multiprocessor. One more spills on compute capabilities below 9.0.
-template <u32 D>
-constexpr u32 kBlocks = D > 64                ? 2
-                        : __CUDA_ARCH__ < 900 ? 3
-                                              : 4;
+constexpr u32 kBlocks = D > 64 || (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1200 ? 2 : 4;
 // Of a warp's state in memory: m, d and o of each lane.
 template <u32 D>
 constexpr u32 kStateWords = (4 + kOwn<D> / 2) * kWarpSize;
@@ -73,26 +68,28 @@ struct Text {
   const int* table;  // of the text's first beam
   u32 beam_stride;
   u32 beams;
-  u32 first;  // beam of the tile
-  u32 tile_beams;
+  u32 first, count;  // of the beams of the block's rows
   u32 prompt, written;
-  u32 hidden;  // how many of the first tokens are out of the window
+  u32 window;  // 0: all
+
+  // Whether the text's token number i is out of the window.
+  __device__ __forceinline__ bool hides(u32 i) const { return window != 0 && i + window < prompt + written; }
 
   struct Key {
     u32 place;
     u32 beam;  // whose it is
   };
 
-  // The keys of a tile: those of the prompt, then those of each written token, one for each beam of the tile.
-  __device__ __forceinline__ u32 num_keys() const { return prompt + tile_beams * written; }
+  // The keys of a block: those of the prompt, then those that each of its beams has written.
+  __device__ __forceinline__ u32 num_keys() const { return prompt + count * written; }
 
   __device__ __forceinline__ Key key(u32 i) const {
     if (i < prompt) {
       const bool is_text = __ldg(table + 2 + i / 32) >> i % 32 & 1;
-      return {i, is_text && i >= hidden ? kEveryBeam : kNoBeam};
+      return {i, is_text && !hides(i) ? kEveryBeam : kNoBeam};
     }
-    const u32 token = (i - prompt) / tile_beams, beam = first + (i - prompt) % tile_beams;
-    if (token >= written || prompt + token < hidden) return {0, kNoBeam};
+    const u32 beam = first + (i - prompt) / written, token = (i - prompt) % written;
+    if (hides(prompt + token)) return {0, kNoBeam};
     const u32 words = (prompt + 31) / 32;
     const u32 writer = beams == 1 ? 0 : __ldg(table + beam * beam_stride + 2 + words + token);
     return {prompt + token * beams + writer, beam};
@@ -171,140 +168,140 @@ __device__ __forceinline__ void merge_warps(State<D>& state, float* shared, u32 
   }
 }
 
-// The rows of a warp's tile: queries of one text and one key head, those of a beam's heads beside each other.
+// Keys and values of 16 places for each warp, in shared memory.
 template <class FORMAT, u32 D>
-struct Queries {
-  using Bits = typename FORMAT::Bits;
-  const Bits* first;  // the text's, of that key head
-  i64 row_stride, head_stride;
-  u32 groups, count;
+struct Stage {
+  static constexpr u32 kPlaces = kWarps * kKeys;
+  // How many there are: others are filled while one is read. Two of the largest heads are more than some GPUs have.
+  static constexpr u32 kCount = D > 192 ? 1 : 2;
 
-  __device__ __forceinline__ uint4 load(u32 row, u32 dim) const {
-    if (row >= count) return {0, 0, 0, 0};
-    const u32 beam = row / groups;
-    return *reinterpret_cast<const uint4*>(first + beam * row_stride + (row - beam * groups) * head_stride + dim);
+  // With 8 numbers behind each row, the rows that lanes read at a time are in different banks.
+  typename FORMAT::Bits keys[kPlaces][D + 8];
+  typename FORMAT::Bits values[kPlaces][kOwn<D> + 8];
+  u32 beams[kPlaces];  // whose they are: see Text
+
+  // Begins to copy a warp's 16 places. key: of lane l the one that l % 16 stands for. All lanes of the warp call it.
+  __device__ __forceinline__ void copy(const StepAttention& wanted, u32 warp, Text::Key key,
+                                       const typename FORMAT::Bits* from_keys,
+                                       const typename FORMAT::Bits* from_values) {
+    copy_rows<D>(keys + warp * kKeys, key, from_keys, wanted.key_strides[2]);
+    copy_rows<kOwn<D>>(values + warp * kKeys, key, from_values, wanted.value_strides[2]);
+    if (lane_id() < kKeys) beams[warp * kKeys + lane_id()] = key.beam;
+  }
+
+ private:
+  template <u32 NUMBERS, class ROW>
+  __device__ __forceinline__ static void copy_rows(ROW* rows, Text::Key key, const typename FORMAT::Bits* from,
+                                                   i64 stride) {
+    constexpr u32 kVectors = NUMBERS / 8;
+#pragma unroll 2
+    for (u32 n = 0; n < kVectors * kKeys / kWarpSize; ++n) {
+      const u32 row = (n * kWarpSize + lane_id()) / kVectors, dim = (n * kWarpSize + lane_id()) % kVectors * 8;
+      const u32 place = __shfl_sync(kAllLanes, key.place, row);
+      const bool is_read = __shfl_sync(kAllLanes, key.beam, row) != kNoBeam;
+      copy_async(rows[row] + dim, from + place * stride + dim, is_read);
+    }
   }
 };
 
-template <class VECTOR>
-__device__ __forceinline__ VECTOR load_if(bool is_read, const void* address) {
-  return is_read ? *static_cast<const VECTOR*>(address) : VECTOR{};
+// Where the eight numbers of a query or key begin that this lane reads as its number j. Which dimension is which column of a product
+// does not matter; lanes that read at a time find different banks.
+template <u32 D>
+__device__ __forceinline__ u32 vector_of(u32 j) {
+  const u32 c = lane_id() % 4;
+  return j + 1 == D / 32 && j % 2 == 0 ? 32 * j + 8 * c : 64 * (j / 2) + 16 * c + 8 * (j % 2);
 }
 
-// Takes 16 keys and values into the state of a warp's rows. key: of lane l the one that l % 16 stands for. beams: of this lane's
-// rows. All lanes call it.
-template <class FORMAT, u32 D, class QUERY>
-__device__ __forceinline__ void take(State<D>& state, const StepAttention& wanted, QUERY query, Text::Key key,
-                                     const typename FORMAT::Bits* keys, const typename FORMAT::Bits* values,
-                                     const u32 (&beams)[2]) {
-  const u32 g = lane_id() / 4, c = lane_id() % 4;
-  uint4 of_keys[2][D / 32];
-  const auto load_keys = [&](u32 tile) {
-    const u32 place = __shfl_sync(kAllLanes, key.place, 8 * tile + g);
-    const bool is_read = __shfl_sync(kAllLanes, key.beam, 8 * tile + g) != kNoBeam;
-#pragma unroll
-    for (u32 j = 0; j < D / 32; ++j)
-      of_keys[tile][j] = load_if<uint4>(is_read, keys + place * wanted.key_strides[2] + 8 * c + 32 * j);
-  };
-  // The columns of this lane's scores are its rows of the values.
-  u32 owners[4], places[4];
-#pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    const u32 column = 2 * c + i % 2 + i / 2 * 8;
-    places[i] = __shfl_sync(kAllLanes, key.place, column);
-    owners[i] = __shfl_sync(kAllLanes, key.beam, column);
-  }
-  uint2 of_values[4][kOwn<D> / 32];
-  const auto load_values = [&] {
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i)
-#pragma unroll
-      for (u32 h = 0; h < kOwn<D> / 32; ++h)
-        of_values[i][h] =
-            load_if<uint2>(owners[i] != kNoBeam, values + places[i] * wanted.value_strides[2] + 4 * g + 32 * h);
-  };
-  // All loads are under way at once, as long as there are registers for them.
-  if constexpr (kLoadsAtOnce<D>) {
-    load_keys(0);
-    load_keys(1);
-    load_values();
-  }
+// Whether a row of the matrix is one of that beam's.
+__device__ __forceinline__ bool has_row(u32 groups, u32 beam, u32 row) {
+  return beam != kNoBeam && row - beam * groups < groups;
+}
 
-  // scores[tile][i]: row g + i / 2 * 8, key 8 tile + 2 c + i % 2. Which dimension is which column of a product does not matter.
+// Takes 16 keys and values of a stage, from place `first` on, into the state of a warp's rows. PLAIN: whether all rows look at all of
+// these, and scores have no cap. queries[half]: of row g + 8 half. first_row: of the warp. All lanes call it.
+template <bool PLAIN, class FORMAT, u32 D>
+__device__ __forceinline__ void take(State<D>& state, const StepAttention& wanted, const uint4 (&queries)[2][D / 32],
+                                     const Stage<FORMAT, D>& stage, u32 first, u32 first_row) {
+  const u32 g = lane_id() / 4, c = lane_id() % 4;
+  // scores[tile][i]: row g + i / 2 * 8, key 8 tile + 2 c + i % 2.
   float scores[2][4] = {};
 #pragma unroll
-  for (u32 tile = 0; tile < 2; ++tile) {
-    if constexpr (!kLoadsAtOnce<D>) {
-      keep_memory_opaque();
-      load_keys(tile);
-    }
+  for (u32 tile = 0; tile < 2; ++tile)
 #pragma unroll
     for (u32 j = 0; j < D / 32; ++j) {
-      const uint4 low = query(g, 32 * j + 8 * c), high = query(g + 8, 32 * j + 8 * c), of_key = of_keys[tile][j];
-      add_product(FORMAT(), scores[tile], {low.x, high.x, low.y, high.y}, {of_key.x, of_key.y});
-      add_product(FORMAT(), scores[tile], {low.z, high.z, low.w, high.w}, {of_key.z, of_key.w});
+      const uint4 key = *reinterpret_cast<const uint4*>(stage.keys[first + 8 * tile + g] + vector_of<D>(j));
+      const uint4 low = queries[0][j], high = queries[1][j];
+      add_product(FORMAT(), scores[tile], {low.x, high.x, low.y, high.y}, {key.x, key.y});
+      add_product(FORMAT(), scores[tile], {low.z, high.z, low.w, high.w}, {key.z, key.w});
     }
-  }
 
-  if constexpr (!kLoadsAtOnce<D>) {
-    keep_memory_opaque();
-    load_values();
-  }
-  float factors[2], weights[2][4];
+  // The columns of this lane's scores are its rows of the values.
+  const auto column = [&](u32 i) { return first + 2 * c + i % 2 + i / 2 * 8; };
+  // From scores to logits in units of log2(e). x[half][i]: of row g + 8 half, key column(i).
+  const bool is_capped = !PLAIN && wanted.cap != 0.0f;
+  const float unit = wanted.scale * (is_capped ? 2.0f * kLog2E / wanted.cap : kLog2E);
+  float x[2][4];
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i)
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      float y = scores[i / 2][2 * half + i % 2] * unit;
+      if constexpr (!PLAIN) {
+        // tanh
+        if (is_capped) y = wanted.cap * kLog2E * (1.0f - 2.0f * reciprocal_approx(exp2_approx(y) + 1.0f));
+        const u32 beam = stage.beams[column(i)];
+        if (beam != kEveryBeam && !has_row(wanted.groups, beam, first_row + 8 * half + g)) y = -FUSED_TOPK_INFINITY;
+      }
+      x[half][i] = y;
+    }
+  float factors[2];
+  u32 weights[4];
 #pragma unroll
   for (u32 half = 0; half < 2; ++half) {
-    float greatest = -FUSED_TOPK_INFINITY;
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-      float x = scores[i / 2][2 * half + i % 2] * wanted.scale;
-      if (wanted.cap != 0.0f) {
-        // tanh
-        x = wanted.cap * (1.0f - 2.0f / (exp2_approx(x * (2.0f * kLog2E / wanted.cap)) + 1.0f));
-      }
-      const bool is_seen = owners[i] == kEveryBeam || owners[i] == beams[half];
-      weights[i / 2][2 * half + i % 2] = x = is_seen ? x * kLog2E : -FUSED_TOPK_INFINITY;
-      greatest = max_nan(greatest, x);
-    }
+    float greatest = max_nan(max_nan(x[half][0], x[half][1]), max_nan(x[half][2], x[half][3]));
     greatest = max_nan(greatest, __shfl_xor_sync(kAllLanes, greatest, 1));
     greatest = max_nan(greatest, __shfl_xor_sync(kAllLanes, greatest, 2));
     const float base = state.raise(half, greatest, factors[half]);
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-      float& weight = weights[i / 2][2 * half + i % 2];
-      weight = exp2_approx(weight - base);
-      state.d[half] += weight;
-    }
+    for (u32 i = 0; i < 4; ++i) x[half][i] = exp2_approx(x[half][i] - base);
+    state.d[half] += (x[half][0] + x[half][1]) + (x[half][2] + x[half][3]);
+    // weights[1] is of row g + 8, weights[2] of the second eight keys.
+    weights[half] = pair_of(FORMAT(), x[half][0], x[half][1]);
+    weights[2 + half] = pair_of(FORMAT(), x[half][2], x[half][3]);
   }
-  state.each([&](float& x, u32 half) { x *= factors[half]; });
-
-  u32 of_weights[4];
+  // Mostly no maximum has changed.
+  if (__any_sync(kAllLanes, factors[0] != 1.0f || factors[1] != 1.0f))
+    state.each([&](float& y, u32 half) { y *= factors[half]; });
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    // a[1] is of row g + 8, a[2] of the second eight keys.
-    of_weights[i] = pair_of(FORMAT(), weights[i / 2][i % 2 * 2], weights[i / 2][i % 2 * 2 + 1]);
-  }
+  for (u32 h = 0; h < kOwn<D> / 32; ++h) {
+    uint2 values[4];
 #pragma unroll
-  for (u32 h = 0; h < kOwn<D> / 32; ++h)
+    for (u32 i = 0; i < 4; ++i) values[i] = *reinterpret_cast<const uint2*>(stage.values[column(i)] + 32 * h + 4 * g);
 #pragma unroll
     for (u32 e = 0; e < 4; ++e) {
-      const auto word = [&](u32 i) { return e < 2 ? of_values[i][h].x : of_values[i][h].y; };
-      add_product(FORMAT(), state.o[h][e], of_weights,
-                  {halves(word(0), word(1), e % 2), halves(word(2), word(3), e % 2)});
+      const auto word = [&](u32 i) { return e < 2 ? values[i].x : values[i].y; };
+      add_product(FORMAT(), state.o[h][e], weights, {halves(word(0), word(1), e % 2), halves(word(2), word(3), e % 2)});
     }
+  }
 }
 
-// Grid: (blocks of parts, blocks of tiles, batch * key_heads * D / kOwn).
+// Grid: (blocks of rows, batch * key_heads * D / kOwn, blocks of parts). So blocks of the same keys run at a time.
 template <class FORMAT, u32 D>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks<D>)
     step_attention_kernel(const __grid_constant__ StepAttention wanted) {
   using Bits = typename FORMAT::Bits;
-  __shared__ float shared[kWarps / 2 * kStateWords<D>];
+  constexpr u32 kStages = Stage<FORMAT, D>::kCount, kPlaces = Stage<FORMAT, D>::kPlaces;
+  // Stages; and, when they have been read, the states of warps that share rows.
+  extern __shared__ __align__(128) Vector memory[];
   __shared__ u32 ticket;
+  auto* const stages = reinterpret_cast<Stage<FORMAT, D>*>(memory);
+  auto* const merging = reinterpret_cast<float*>(memory);
   const u32 warp = threadIdx.x / kWarpSize, g = lane_id() / 4, c = lane_id() % 4;
   const u32 tiles = wanted.warps_in_rows, tile = warp % tiles, share = warp / tiles, shares = kWarps / tiles;
-  const u32 first_dim = blockIdx.z % (D / kOwn<D>)*kOwn<D>, sequence_head = blockIdx.z / (D / kOwn<D>);
+  const u32 first_dim = blockIdx.y % (D / kOwn<D>)*kOwn<D>, sequence_head = blockIdx.y / (D / kOwn<D>);
   const u32 batch = sequence_head / wanted.key_heads, head = sequence_head % wanted.key_heads;
-  const u32 groups = wanted.groups, rows = wanted.beams * groups, first_row = (blockIdx.y * tiles + tile) * kRows;
+  const u32 groups = wanted.groups, rows = wanted.beams * groups, rows_of_block = tiles * kRows;
+  const u32 first_of_block = blockIdx.x * rows_of_block, first_row = first_of_block + tile * kRows;
 
   Text text;
   text.table = static_cast<const int*>(wanted.table) + batch * wanted.table_strides[0];
@@ -312,52 +309,90 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks<D>)
   text.beams = wanted.beams;
   text.prompt = u32(__ldg(text.table));
   text.written = u32(__ldg(text.table + 1));
-  const u32 length = text.prompt + text.written;
-  text.hidden = wanted.window != 0 && wanted.window < length ? length - wanted.window : 0;
-  // A tile has at most that many beams. So has each tile of the block, and all its warps agree on the parts that have keys.
-  const u32 most_beams = min((kRows + groups - 2) / groups + 1, wanted.beams);
+  text.window = wanted.window;
+  text.first = first_of_block / groups;
+  text.count = min(first_of_block + rows_of_block - 1, rows - 1) / groups - text.first + 1;
+  // No block has more beams. So all blocks agree on the number of parts.
+  const u32 most_beams = min((rows_of_block + groups - 2) / groups + 1, wanted.beams);
   const u32 parts = (text.prompt + most_beams * text.written + wanted.keys_of_part - 1) / wanted.keys_of_part;
-  const u32 first_part = blockIdx.x * wanted.parts_of_block;
+  const u32 first_part = blockIdx.z * wanted.parts_of_block;
   if (first_part >= parts) return;
-  text.first = min(first_row, rows - 1) / groups;
-  text.tile_beams = min(first_row + kRows - 1, rows - 1) / groups - text.first + 1;
 
-  const Queries<FORMAT, D> queries{static_cast<const Bits*>(wanted.queries) +
-                                       batch * wanted.beams * wanted.query_strides[0] +
-                                       head * groups * wanted.query_strides[1],
-                                   wanted.query_strides[0], wanted.query_strides[1], groups, rows};
   const Bits* const keys =
       static_cast<const Bits*>(wanted.keys) + batch * wanted.key_strides[0] + head * wanted.key_strides[1];
   const Bits* const values = static_cast<const Bits*>(wanted.values) + batch * wanted.value_strides[0] +
                              head * wanted.value_strides[1] + first_dim;
-  const u32 beams[2] = {(first_row + g) / groups, (first_row + g + 8) / groups};
-  const auto query = [&](u32 row, u32 dim) { return queries.load(first_row + row, dim); };
-  const u32 place = blockIdx.z * gridDim.y + blockIdx.y;
-  float* const states = wanted.states + i64(place * tiles + tile) * wanted.parts * kStateWords<D> + lane_id();
+  uint4 queries[2][D / 32];
+#pragma unroll
+  for (u32 half = 0; half < 2; ++half) {
+    const u32 row = first_row + 8 * half + g;
+    const Bits* const query = static_cast<const Bits*>(wanted.queries) +
+                              (batch * wanted.beams + row / groups) * wanted.query_strides[0] +
+                              (head * groups + row % groups) * wanted.query_strides[1];
+#pragma unroll
+    for (u32 j = 0; j < D / 32; ++j)
+      queries[half][j] = row < rows ? *reinterpret_cast<const uint4*>(query + vector_of<D>(j)) : uint4{0, 0, 0, 0};
+  }
+  // Warps that share keys wait for each other.
+  const auto wait = [&] {
+    if (tiles == 1) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  };
+  const u32 place = blockIdx.y * gridDim.x + blockIdx.x;
+  const auto state_of = [&](u32 part) {
+    return wanted.states + (i64(place * tiles + tile) * wanted.parts + part) * kStateWords<D> + lane_id();
+  };
 
   State<D> state;
 #pragma unroll 1
   for (u32 part = first_part; part < min(first_part + wanted.parts_of_block, parts); ++part) {
     state = State<D>();
-    const u32 end = min((part + 1) * wanted.keys_of_part, text.num_keys());
-    const auto key_at = [&](u32 i) { return i < end ? text.key(i) : Text::Key{0, kNoBeam}; };
-    u32 i = part * wanted.keys_of_part + share * kKeys;
-    Text::Key next = key_at(i + lane_id() % kKeys);
+    const u32 begin = part * wanted.keys_of_part, end = min(begin + wanted.keys_of_part, text.num_keys());
+    // The key of this lane in stage n of the part.
+    const auto key_of = [&](u32 n) {
+      const u32 i = begin + n * kPlaces + warp * kKeys + lane_id() % kKeys;
+      return i < end ? text.key(i) : Text::Key{0, kNoBeam};
+    };
+    const u32 number = end > begin ? (end - begin + kPlaces - 1) / kPlaces : 0;
+    // The table is read one stage before the keys.
+    Text::Key next = key_of(0);
+    const auto copy = [&](u32 n) {
+      if (n < number) stages[n % kStages].copy(wanted, warp, next, keys, values);
+      commit_copies();
+      next = key_of(n + 1);
+    };
+    __syncthreads();
+    for (u32 n = 0; n + 1 < kStages; ++n) copy(n);
 #pragma unroll 1
-    for (; i < end; i += shares * kKeys) {
-      // So the table is read while the keys before are multiplied, where registers hold one more key.
-      const Text::Key key = D > 192 ? key_at(i + lane_id() % kKeys) : next;
-      if constexpr (D <= 192) next = key_at(i + shares * kKeys + lane_id() % kKeys);
-      if (__any_sync(kAllLanes, key.beam != kNoBeam)) take<FORMAT, D>(state, wanted, query, key, keys, values, beams);
+    for (u32 n = 0; n < number; ++n) {
+      wait();
+      copy(n + kStages - 1);
+      wait_copies<kStages - 1>();
+      wait();
+      const Stage<FORMAT, D>& stage = stages[n % kStages];
+      const auto is_of_warp = [&](u32 beam) {
+        return beam != kNoBeam && beam * groups < first_row + kRows && (beam + 1) * groups > first_row;
+      };
+#pragma unroll 1
+      for (u32 first = share * tiles * kKeys; first < (share + 1) * tiles * kKeys; first += kKeys) {
+        const u32 beam = stage.beams[first + lane_id() % kKeys];
+        if (__all_sync(kAllLanes, beam == kEveryBeam) && wanted.cap == 0.0f) {
+          take<true>(state, wanted, queries, stage, first, first_row);
+        } else if (__any_sync(kAllLanes, beam == kEveryBeam || is_of_warp(beam))) {
+          take<false>(state, wanted, queries, stage, first, first_row);
+        }
+      }
     }
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
       state.d[half] += __shfl_xor_sync(kAllLanes, state.d[half], 1);
       state.d[half] += __shfl_xor_sync(kAllLanes, state.d[half], 2);
     }
-    merge_warps(state, shared, share, shares, tiles, tile);
-    if (parts > 1 && share == 0)
-      state.leave([&](u32 i, float x) { states[i64(part) * kStateWords<D> + i * kWarpSize] = x; });
+    merge_warps(state, merging, share, shares, tiles, tile);
+    if (parts > 1 && share == 0) state.leave([&](u32 i, float x) { state_of(part)[i * kWarpSize] = x; });
   }
 
   if (parts > 1) {
@@ -368,16 +403,18 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks<D>)
     if (ticket != blocks - 1) return;
     state = State<D>();
     for (u32 part = share; part < parts; part += shares) {
-      const float* const of_part = states + i64(part) * kStateWords<D>;
+      const float* const of_part = state_of(part);
       state.merge([&](u32 i) { return load_from_other_block(of_part + i * kWarpSize); });
     }
-    merge_warps(state, shared, share, shares, tiles, tile);
+    merge_warps(state, merging, share, shares, tiles, tile);
   }
   if (share != 0) return;
 #pragma unroll
   for (u32 half = 0; half < 2; ++half) {
-    const u32 row = first_row + g + 8 * half;
+    u32 row = first_row + g + 8 * half;
     if (row >= rows) continue;
+    // So what was computed of it before is not kept in registers since then.
+    keep_opaque(row);
     const u32 q_head = head * groups + row % groups;
     float factor = 1.0f;
     if (wanted.sinks) {

@@ -45,8 +45,7 @@ struct LaneMath {
   static __device__ __forceinline__ float sub(float a, float b) { return __fadd_rn(a, -b); }
   static __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
   static __device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    const float y = reciprocal_approx(x);
     return __fmaf_rn(y, -__fmaf_rn(x, y, -1.0f), y);
   }
   static __device__ __forceinline__ float sqrt(float x) {

@@ -24,6 +24,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x with a relative error of at most 2^-23.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7FC00000u); }
 
 // max_or_nan (normalizer.h). One instruction, where the hardware has it.
@@ -267,6 +274,12 @@ __device__ __forceinline__ uint4 load_with_policy(const void* global, CachePolic
 constexpr bool kHasAsyncCopy = true;
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(shared))), "l"(global)
+               : "memory");
+}
+// Zeros, and no read, unless `is_read`.
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool is_read) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(u32(__cvta_generic_to_shared(shared))),
+               "l"(global), "r"(is_read ? 16u : 0u)
                : "memory");
 }
 __device__ __forceinline__ void copy_async(void* shared, const void* global, CachePolicy policy) {

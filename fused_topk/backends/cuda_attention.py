@@ -17,17 +17,12 @@ from .cuda import multiprocessors
 _plan = lru_cache(maxsize=4096)(attention_launch.plan)
 
 
-def serves(device: torch.device, dtype: torch.dtype, dim: int, scores: int) -> bool:
-    """Whether there is a kernel for heads of that size on that GPU, and no other way is quicker.
-
-    Args:
-        scores: rows of a key head, of all beams, times places of the prompt.
-    """
+def serves(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether there is a kernel for heads of that size on that GPU."""
     return (
         device.type == "cuda"
         and dtype in attention_launch.DTYPES
         and dim in attention_launch.DIMS
-        and scores <= attention_launch.MOST_SCORES
         and driver.unavailable(device) is None
         and driver.architecture_of(device.index or 0) >= attention_launch.OLDEST_ARCHITECTURE
     )
@@ -91,5 +86,6 @@ def step_attention(
         cap=cap,
     )
     function = driver.function(index, attention_launch.kernel_name(query.dtype, dim))
-    driver.call(function, planned.grid, attention_launch.THREADS, (driver.argument(bytes(argument)),), index)
+    arguments = (driver.argument(bytes(argument)),)
+    driver.call(function, planned.grid, attention_launch.THREADS, arguments, index, attention_launch.shared_bytes(dim))
     return out

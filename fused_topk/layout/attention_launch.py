@@ -14,28 +14,29 @@ DIMS = (32, 64, 96, 128, 192, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 """The element types that tensor cores multiply."""
 OLDEST_ARCHITECTURE = 80
-MOST_SCORES = 1 << 22
-"""Rows of a key head times places of the prompt. More scores keep tensor cores busy, for which torch's kernels are better made: one
-text of 512 beams, 7 heads on each of 2 key heads, bfloat16, us on an H100, this kernel and torch's masked call: prompt 512 25 and 50,
-8192 229 and 179."""
-
 WARPS = 4
 """kWarps of csrc/attention/step_attention.cu."""
 THREADS = 32 * WARPS
 ROWS = 16
 """kRows there: of a product."""
-# Up to so many places of a text, a part has so many keys. Measured on an H100, one text and 4 beams, 8 key heads of 128, bfloat16,
-# us for 128, 256, 512, 1024 keys:
-#     512 places     10.3  12.8  19.0  17.0       8192     32.0  25.0  26.3  34.6
-#     2048           14.7  15.3  20.5  32.7       32768     124  83.7  68.2  59.7
+WIDE = 64
+"""Beyond so many rows of a key head several blocks read a key."""
+# Up to so many places of a text, a part has so many keys, where a block has all rows of a key head, and where it has not. Measured on
+# an H100 and an H200, bfloat16, us for parts of 128, 256, 512, 1024 keys. 4 beams, 8 key heads of 128, by places:
+#     512      10.3  12.8  19.0  17.0        8192     32.0  25.0  26.3  34.6
+#     2048     14.7  15.3  20.5  32.7        32768    124   83.7  68.2  59.7
+# 512 beams, 2 key heads of 64, by prompt and 2048 places behind it:
+#     512      17.4  18.5  24.2  23.6        2048     51.3  39.1  36.9  51.5
+#     1024     27.2  22.8  30.0  42.1        8192     188   147   120   108
 _KEYS_OF_PART = ((4096, 128), (16384, 256), (2**31, 1024))
+_KEYS_OF_WIDE_PART = ((2560, 128), (3584, 256), (6144, 512), (2**31, 1024))
 
 
 class AttentionLaunch(NamedTuple):
     """A launch but for its tensors.
 
     Attributes:
-        grid: blocks of parts, blocks of tiles, heads of all sequences.
+        grid: blocks of rows, heads of all sequences, blocks of parts.
         warps_in_rows: how many warps of a block have rows of their own.
         keys_of_part: how many keys a part has.
         parts: of a text.
@@ -67,12 +68,16 @@ def plan(
     own = dim if dim <= 128 else dim // 2
     heads = batch * key_heads * (dim // own)
     rows_of_blocks = -(-tiles // warps_in_rows) * heads
-    keys = _keys_of_part(places)
+    keys = _keys_of_part(places, beams * groups)
     parts = -(-places // keys)
-    # Where there are enough texts and heads for the GPU, a block has all parts of a row.
-    parts_of_block = parts if 2 * rows_of_blocks >= resident_blocks(dim) * multiprocessors else 1
+    at_a_time = resident_blocks(dim) * multiprocessors
+    if 2 * rows_of_blocks >= at_a_time:
+        # There are enough texts and heads for the GPU: a block has all parts of its rows.
+        parts_of_block = parts
+    else:
+        parts_of_block = 2 if beams * groups <= WIDE and rows_of_blocks * parts > at_a_time else 1
     return AttentionLaunch(
-        grid=(-(-parts // parts_of_block), -(-tiles // warps_in_rows), heads),
+        grid=(-(-tiles // warps_in_rows), heads, -(-parts // parts_of_block)),
         warps_in_rows=warps_in_rows,
         keys_of_part=keys,
         parts=parts,
@@ -87,9 +92,19 @@ def resident_blocks(dim: int) -> int:
     return 4 if dim <= 64 else 2
 
 
-def _keys_of_part(places: int) -> int:
-    """How many keys a part has: it does not depend on the batch, so that a text has the same bits in every batch."""
-    return next(keys for most, keys in _KEYS_OF_PART if places <= most)
+def shared_bytes(dim: int) -> int:
+    """Dynamic shared memory: the stages of a block."""
+    own = dim if dim <= 128 else dim // 2
+    return (1 if dim > 192 else 2) * 16 * WARPS * (2 * (dim + 8) + 2 * (own + 8) + 4)
+
+
+def _keys_of_part(places: int, rows: int) -> int:
+    """How many keys a part has: it does not depend on the batch, so that a text has the same bits in every batch.
+
+    Args:
+        rows: of a key head, of all beams.
+    """
+    return next(keys for most, keys in (_KEYS_OF_WIDE_PART if rows > WIDE else _KEYS_OF_PART) if places <= most)
 
 
 def kernel_name(dtype: torch.dtype, dim: int) -> str:

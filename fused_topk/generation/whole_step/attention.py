@@ -59,15 +59,14 @@ def name_for(implementation: str | None) -> str:
     return PLAIN if implementation == "sdpa" else CAPPED
 
 
-def reads_tables(pairs: list[tuple[Tensor, Tensor]], scores: int) -> bool:
+def reads_tables(pairs: list[tuple[Tensor, Tensor]]) -> bool:
     """Whether steps read the keys of their texts by a table (:class:`ancestry.Table`), in one launch a layer on a GPU.
 
     Args:
         pairs: keys and values of the layers, [batch, heads, places, dim].
-        scores: see :func:`cuda_attention.serves`.
     """
     return all(
-        keys.shape[-1] == values.shape[-1] and cuda_attention.serves(keys.device, keys.dtype, keys.shape[-1], scores)
+        keys.shape[-1] == values.shape[-1] and cuda_attention.serves(keys.device, keys.dtype, keys.shape[-1])
         for keys, values in pairs
     )
 

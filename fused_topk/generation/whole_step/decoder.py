@@ -208,7 +208,7 @@ class Decoder:
         # A model that never calls our attention is not served: see :mod:`trial`.
         if self._mask is None and calls:
             pairs = [(layer.keys, layer.values) for layer in self._layers if layer.is_initialized]
-            if reads_tables(pairs, calls[0].groups * self._beams * places.prompt):
+            if reads_tables(pairs):
                 self._mask = Table(self._is_text, self._beams)
             else:
                 windows = [call.window for call in calls if call.window is not None]
