@@ -194,7 +194,7 @@ struct Stage {
   __device__ __forceinline__ static void copy_rows(ROW* rows, Text::Key key, const typename FORMAT::Bits* from,
                                                    i64 stride) {
     constexpr u32 kVectors = NUMBERS / 8;
-#pragma unroll 2
+#pragma unroll
     for (u32 n = 0; n < kVectors * kKeys / kWarpSize; ++n) {
       const u32 row = (n * kWarpSize + lane_id()) / kVectors, dim = (n * kWarpSize + lane_id()) % kVectors * 8;
       const u32 place = __shfl_sync(kAllLanes, key.place, row);
@@ -412,9 +412,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks<D>)
 #pragma unroll
   for (u32 half = 0; half < 2; ++half) {
     u32 row = first_row + g + 8 * half;
-    if (row >= rows) continue;
     // So what was computed of it before is not kept in registers since then.
     keep_opaque(row);
+    if (row >= rows) continue;
     const u32 q_head = head * groups + row % groups;
     float factor = 1.0f;
     if (wanted.sinks) {
