@@ -6,8 +6,6 @@ Every test says how many tokens whole steps write, and why stock writes the othe
 search of so few logits is served because tests/conftest.py lowers FEW_LOGITS.
 """
 
-from __future__ import annotations
-
 import copy
 
 import lm_eval

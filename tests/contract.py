@@ -6,8 +6,6 @@ function or argument is in all of a kind's tests as soon as it is listed; test_c
 distributed functions that begins with local_ is this process's share of the argument without that prefix.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence

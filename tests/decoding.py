@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny transformers models with random weights, and the comparison of stock and fused generate()."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a group checks (test_distributed.py): the result of its columns is that of the whole vocabulary."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

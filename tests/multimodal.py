@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models that read images and text, with random weights, and inputs for them."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 

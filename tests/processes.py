@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs checks in several processes of this machine, which talk by Gloo or, each with a GPU of its own, by NCCL."""
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import multiprocessing

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers for tests: random requests with all that can go wrong, and what must come of each, in float64."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

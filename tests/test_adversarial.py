@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that break kernels: ties across the k-th place, infinities, NaNs, and the maximum in every place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark: its statistics, its table of suites, its judge of answers, its files, and a run on the CPU."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each kind of contract.py that needs no other process, over all functions and arguments of the core."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

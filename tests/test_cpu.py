@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native CPU kernel: every instruction set of this machine, its threads, and processes that fork."""
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 import math

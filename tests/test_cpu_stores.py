@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the CPU's kernels round to 16 bits: bit for bit what torch does, with every instruction set of this machine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main demo in small: a model of a few steps' training, decoded by stock and in whole steps on the CPU."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same row gives the same bits: run after run, in any batch, with any number of threads. And the same order on every backend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

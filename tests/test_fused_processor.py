@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """FusedTopKLogitsProcessor: it keeps what the four warpers of transformers keep, and says what is wrong with an argument."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """fused_decoding(model) as it is without options: whole steps where they are quicker, transformers' loop elsewhere."""
 
-from __future__ import annotations
-
 import copy
 import logging
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import GenerationConfig
 
 from captured import as_on_a_gpu

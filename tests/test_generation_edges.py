@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stock generate() accepts beyond the documented: the same result from the fused one, or the same error."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processors of grammar libraries: of xgrammar, where it is installed."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 from decoding import TOLERANCE, assert_same, generate_both, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import compiled

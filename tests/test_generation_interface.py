@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fused decoding is turned on and off, what it counts, and what it leaves to the stock operations."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -12,14 +10,10 @@ import warnings
 
 import pytest
 import torch
-
-from fused_topk import generation
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
 
 from decoding import OPTIONS, inputs_for, one_thread, own_model, run, stats, tiny  # noqa: F401
+from fused_topk import generation
 from fused_topk.generation import disable, enable, fused_decoding
 
 
@@ -181,6 +175,3 @@ def test_pipelines(model):
     with fused_decoding(model):
         assert answer("hello", num_beams=3, **OPTIONS) == expected
     assert stats(reset=True)[:3] == (6, 0, {})
-
-
-# Names of transformers that may go.

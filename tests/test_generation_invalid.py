@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """NaN and infinities in a model's logits, such as float16 gives when it overflows: the tokens that stock generate() chooses."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import TemperatureLogitsWarper
 
 from decoding import EOS, SmallerIndexFirst, inputs_for, one_thread, stats, tiny  # noqa: F401

@@ -2,8 +2,6 @@
 """Blocks, enable() and single calls of one model that overlap in threads and tasks: each gets what it asks for, and the
 model is as it was afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import random
@@ -13,8 +11,6 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import OPTIONS, inputs_for, one_thread, own_model, run, stats  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding

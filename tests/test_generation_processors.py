@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits processors in whole steps: transformers' own, those of users, and the errors of both."""
 
-from __future__ import annotations
-
 import contextlib
 from types import FunctionType
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import torch
 import transformers
 from transformers.generation import logits_process as stock

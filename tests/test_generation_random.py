@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random generate() calls in the manner of users: texts, scores and the generator's state are stock's, and nearly all are served."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """fuse_routers(): every class of its table against the class itself, and models whose routers it serves or leaves alone."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package's modules import each other one way: from public functions down to backends, never back up."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

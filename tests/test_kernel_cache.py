@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled kernels on disk: what is damaged or not ours is never loaded, and mended by compiling."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How rows are laid over a GPU: the pure function that decides it, tested without one."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

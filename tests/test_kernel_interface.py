@@ -2,8 +2,6 @@
 """What Python and csrc/ must agree on, compared by a C++ compiler: the arguments field by field, numbers,
 and shared memory."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same rows give the same bits however they lie in memory, and reading them changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

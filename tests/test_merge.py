@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of a row's parts, and their merge: equal to the unsharded call, whatever the parts."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """States and their merge as citizens of torch: gradients, operators, fake tensors, torch.compile, torch.func."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

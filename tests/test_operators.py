@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Citizenship of torch: operators, fake tensors, torch.compile, inference mode, threads."""
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 

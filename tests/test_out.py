@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`out=`: what is written, and that nothing around it is."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import random

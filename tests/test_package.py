@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package as an import: light, documented, and honest about what is missing."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

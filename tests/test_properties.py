@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The laws of the algebra, seen through the public functions: whatever the row, however it is cut or shuffled."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

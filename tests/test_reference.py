@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference against the contract, by an oracle in numpy (extended precision) that shares no code with it."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

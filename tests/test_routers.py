@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """router_topk: its rules, in float64 and one row after another; equal bits on every backend; and all that torch sees of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ sum gives for it. A draw may be another one only if its number is within `NEAR` 
 to statistics is that the numbers are uniform and independent.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sample(noise=...): the token with the greatest p_i / noise_i, which torch.multinomial draws of the same numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

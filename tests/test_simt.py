@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of csrc/ themselves, on the emulated machine (tests/simt/README.md) and, where there is one, on a GPU."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that leave the candidates' buffer, bounds and buckets nothing to spare, on the emulated machine."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

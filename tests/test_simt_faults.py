@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults planted in copies of the kernels: the emulated machine must report each of them, whatever the schedule."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

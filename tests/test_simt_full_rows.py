@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of csrc/full_rows/softmax_rows.cu on the emulated machine: every read and write checked, under several schedules."""
 
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows, masks, temperatures and scores of beams that lie far apart, on the emulated machine: it reports accesses between them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of rows with lengths on the emulated machine: the bits of the same rows with -inf, and no read beyond a length."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

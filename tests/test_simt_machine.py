@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulated machine itself: each of CUDA's means does what its documentation says, and its misuse is reported."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

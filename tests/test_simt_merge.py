@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of csrc/topk/merge_states.cu on the emulated machine: every read and write checked, under several schedules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws with noise by the kernels of csrc/draws/ on the emulated machine: the winners, and every read and write checked."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

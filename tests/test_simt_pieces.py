@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of csrc/linear/accumulate_piece.cu on the emulated machine: every read and write checked, under several schedules."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

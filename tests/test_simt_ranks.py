@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of csrc/ranks/target_ranks.cu on the emulated machine: every read and write checked, under several schedules."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -2,8 +2,6 @@
 """The kernels of csrc/routers/route_experts.cu on the emulated machine: every read and write checked, under several schedules,
 and the result the reference's, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -2,8 +2,6 @@
 """The kernels of csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu on the emulated machine: the draws, and every read and write
 checked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import product

@@ -2,8 +2,6 @@
 """A search for rows of extreme values that a kernel answers wrongly, on the emulated machine: about half a minute for each family
 of kernels. The numbers of a search are its seeds."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -5,8 +5,6 @@ With u = 2^-24 and z = (x - m) / T, as in oracle.py: a log-probability may be of
 probability relatively by the same, logsumexp by u (5 |m / T| + 7 log V + 22). A result of 16 bits is rounded once more.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

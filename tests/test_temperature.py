@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Temperatures: one number, one per row, and those that are no temperatures."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """TokenTrie: what may follow a text is what the items themselves say, whatever the catalogue and however it is given."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import one_thread  # noqa: F401
 from fused_topk.generation import TokenTrie

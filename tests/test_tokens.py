@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """token_logprobs(): log-probabilities and ranks of given tokens, entropy and tail, against float64; and the ranks of drawn tokens."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM's sampler with this package in it, against a stand-in for vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

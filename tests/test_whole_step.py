@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole-step generate() against stock: sequences, scores and beams of greedy and beam search."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import also, assert_whole, generate_both, inputs_for, one_thread, stock_gap, tiny  # noqa: F401
 from whole_steps import OTHER_LAYERS, SERVED, family, swaps, whole

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is not served as a whole step takes the fused path and says why; the model stays as it is."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +8,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
+from torch import nn
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 from decoding import also, assert_whole, inputs_for, one_thread, stats  # noqa: F401

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that go on from a cache of the user's, that leave one for the next call, and prompts that are embeddings."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import DynamicCache, StaticCache
 
 from decoding import (  # noqa: F401

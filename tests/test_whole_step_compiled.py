@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole steps as one compiled call a token: the results of stock, and what is kept for later calls."""
 
-from __future__ import annotations
-
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread, stats, stock_gap  # noqa: F401
 from fused_topk.generation import fused_decoding

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole-step generate() of encoder-decoders against stock: their encoder's keys are kept once for all beams of a sequence."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -10,9 +8,6 @@ import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
 from transformers.generation import logits_process as stock
 from transformers.modeling_outputs import BaseModelOutput

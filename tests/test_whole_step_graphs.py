@@ -4,8 +4,6 @@
 What the device does late is late here too. test_whole_step_cuda.py has the real thing.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -14,8 +12,6 @@ import time
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from captured import StandIn, Waits, as_on_a_gpu
 from decoding import TOLERANCE, Recorder, assert_same, generate_both, inputs_for, one_thread, stats, stock_gap  # noqa: F401

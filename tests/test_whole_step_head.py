@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole steps that choose from hidden states: which LM heads that is for, its order, and that no logits exist."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_topk
 from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread  # noqa: F401

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole steps of models that read images, and of those that prepare their inputs by themselves."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
 
 from decoding import BOS, EOS, PAD, assert_whole, inputs_for

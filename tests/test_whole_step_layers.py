@@ -4,8 +4,6 @@
 Layers are traced as they are to be compiled, and run as they were, but for one test: the compiler itself takes its time.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import weakref
@@ -13,8 +11,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from captured import as_on_a_gpu
 from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread  # noqa: F401

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which norms of a twin are computed by one operation: those that are equal to it to rounding, and no others."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import assert_whole
 from fused_topk.generation import disable

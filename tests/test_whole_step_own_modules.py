@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules that users, or their libraries, put into a model: compiled, quantized, with adapters, with hooks. What is not known stays."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import disable, fused_decoding, stats

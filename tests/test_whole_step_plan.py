@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which processors a choice stands for, and which are called."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers.generation import logits_process as stock
 
 from fused_topk.generation import FusedTopKLogitsProcessor, TokenTrie, TrieLogitsProcessor

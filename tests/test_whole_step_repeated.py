@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in a row of which the next one differs in one thing: none gets what is kept of another that it must not have."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread  # noqa: F401

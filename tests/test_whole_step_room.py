@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Room for new tokens that grows as texts do: the results of stock across each size, and memory that follows the texts."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import Recorder, also, assert_whole, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import fused_decoding

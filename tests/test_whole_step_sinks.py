@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole steps of models whose attention has sinks, and of encoder-decoders with experts."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
 
 from decoding import PAD, SHAPE_OF_BOTH, TOKENS, assert_whole, inputs_for, with_biases

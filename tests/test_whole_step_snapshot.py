@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is kept of a model: that it is made anew where the model has changed, and that it goes with the model."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -15,9 +13,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import modeling_utils
 from transformers.models.llama import modeling_llama as llama
 

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole steps of models with layers that have a state in the place of keys: convolutions, and recurrences."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
 from transformers import DynamicCache
 

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts that end by what they say, in whole steps."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from captured import graphs_of

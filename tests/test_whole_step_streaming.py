@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streamers of whole steps: they get what stock gives them, each piece once, whatever a call turns into."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from captured import StandIn, as_on_a_gpu
 from decoding import Recorder, inputs_for, one_thread, stats  # noqa: F401

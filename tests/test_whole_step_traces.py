@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users' own code in a model keeps, counts or draws: texts and the state after a call are those of stock generate()."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import signal
@@ -11,9 +9,6 @@ import threading
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -4,8 +4,6 @@
 Not collected by pytest: trl_trainer.sh runs it, in an environment that has TRL.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ The engine of most tests runs in this process, so that one engine chooses both w
 their own, which load the plugin.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math

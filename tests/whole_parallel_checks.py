@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a tensor-parallel model checks (test_whole_step_parallel.py)."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of many families with random weights, and the comparison of stock and whole-step generate()."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys

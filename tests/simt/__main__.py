@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one case on the emulated machine and says what happened."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

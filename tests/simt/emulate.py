@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the emulated machine in the GPU's place: what fused_topk/cuda_runtime/driver.py launches runs there, packed as it packs it."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

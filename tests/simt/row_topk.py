@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launches of fused_topk/operators/row_topk.py on the emulated machine, one function each: what memory each may touch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
