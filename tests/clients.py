@@ -48,18 +48,10 @@ def llama(seed: int = 0) -> LlamaForCausalLM:
     """Weights large enough that the next token is neither certain nor uniform."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, pad_token_id=PAD, bos_token_id=BOS,
         eos_token_id=EOS,
-    )
+    )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 

@@ -12,17 +12,10 @@ from decoding import BOS, PAD, TOKENS, with_biases
 # Before the places of an image, each of them, and after it.
 BEGIN, IMAGE, VIDEO, END = 94, 95, 96, 93
 _TEXT = {
-    **TOKENS,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
+    **TOKENS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.3,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -32,13 +25,8 @@ _VISION = {
     "patch_size": 4,
 }
 _QWEN_VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
+    "depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
 _IS_5 = int(transformers.__version__.split(".")[0]) >= 5
 _ROTARY = {"rope_type": "default", "type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _QWEN_TEXT = {**_TEXT, "rope_parameters" if _IS_5 else "rope_scaling": _ROTARY}

@@ -35,15 +35,9 @@ compiled = importlib.import_module("fused_topk.generation.whole_step.compiled")
 transformers = importlib.import_module("transformers")
 CPU = torch.device("cpu")
 RECIPE = tiny_language_model.Recipe(
-    vocab_size=600,
-    text_bytes=60_000,
-    hidden_size=32,
-    layers=1,
-    sequences=2,
-    sequence_length=16,
-    noise_tokens=32,
+    vocab_size=600, text_bytes=60_000, hidden_size=32, layers=1, sequences=2, sequence_length=16, noise_tokens=32,
     steps=3,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

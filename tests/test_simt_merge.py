@@ -102,15 +102,10 @@ def test_state(size, dtype):
 
 # V, k, whose rows, blocks a row: each kind of kernel that reads logits.
 KERNELS = {
-    "router rows": (100, 5, "few", 0),
-    "short rows": (200, 20, "few", 0),
-    "warp": (1024, 8, "few", 0),
-    "8 warps": (2049, 5, "few", 0),
-    "16 warps": (4097, 40, "few", 0),
-    "splits": (9001, 50, "few", 3),
-    "for many": (3001, 192, "few", 1),
-    "windows": (50001, 33, "some", 0),
-}
+    "router rows": (100, 5, "few", 0), "short rows": (200, 20, "few", 0), "warp": (1024, 8, "few", 0),
+    "8 warps": (2049, 5, "few", 0), "16 warps": (4097, 40, "few", 0), "splits": (9001, 50, "few", 3),
+    "for many": (3001, 192, "few", 1), "windows": (50001, 33, "some", 0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

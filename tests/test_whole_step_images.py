@@ -97,17 +97,9 @@ def test_images_of_some_prompts_only():
 def _bert():
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        is_decoder=True,
-        initializer_range=0.3,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-    )
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        is_decoder=True, initializer_range=0.3, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
+    )  # fmt: skip
     return transformers.BertLMHeadModel(config).eval()
 
 

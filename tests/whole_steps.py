@@ -18,14 +18,9 @@ from fused_topk.generation.whole_step import entry
 whole = functools.partial(fused_decoding)
 
 _SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 96,
-    "head_dim": 8,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 96, "head_dim": 8,
+}  # fmt: skip
 _WINDOW = {"sliding_window": 5}
 _EXPERTS = {
     "num_experts": 4,

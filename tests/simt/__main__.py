@@ -59,21 +59,9 @@ def main(
     if address_sanitizer and "LD_PRELOAD" not in os.environ:
         raise SystemExit(subprocess.run(sys.orig_argv, env=address_sanitizer_environment()).returncode)
     case = Case(
-        vocab_size,
-        k,
-        dtype.value,
-        rows,
-        entry,
-        owner.value,
-        splits,
-        tiles_per_part,
-        mask,
-        normalize,
-        temperature,
-        start,
-        padding,
-        beams,
-    )
+        vocab_size, k, dtype.value, rows, entry, owner.value, splits, tiles_per_part, mask, normalize, temperature,
+        start, padding, beams,
+    )  # fmt: skip
     print(f"{case}\n{case.choice()}")
     failed = 0
     for name in SCHEDULES if schedule.value == "all" else (schedule.value,):
