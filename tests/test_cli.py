@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of the package, and its environment variables."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

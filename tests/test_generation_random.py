@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from decoding import SmallerIndexFirst, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import FusedTopKLogitsProcessor, disable, enable
-from test_whole_step_rows import row_model
+from test_whole_step_models import row_model
 from whole_steps import SERVED, SERVED_WITH_SOURCE, encoder_decoder, family, source_for
 
 # What gives texts that lie a rounding apart is not compared: see decoding.stock_gap().
