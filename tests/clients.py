@@ -164,16 +164,12 @@ def test_trl_with_a_teacher(tmp_path):
 PARTS = ["q_proj", "v_proj", "down_proj"]
 ADAPTERS = {
     "lora": (peft.LoraConfig, {"r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": PARTS}),
-    "lora of the head": (
-        peft.LoraConfig,
-        {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
-    ),
-    "head of its own": (
-        peft.LoraConfig,
-        {"r": 4, "lora_alpha": 16, "target_modules": PARTS, "modules_to_save": ["lm_head"]},
-    ),
+    "lora of the head": (peft.LoraConfig,
+        {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "head of its own": (peft.LoraConfig,
+        {"r": 4, "lora_alpha": 16, "target_modules": PARTS, "modules_to_save": ["lm_head"]}),
     "dora": (peft.LoraConfig, {"r": 4, "use_dora": True, "target_modules": PARTS}),
-}
+}  # fmt: skip
 
 
 def adapter(name: str) -> peft.PeftConfig:

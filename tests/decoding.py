@@ -34,28 +34,15 @@ SOUND = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 
 _CONFIGS = {
     "gpt2": ("GPT2", "LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}),
     "llama": ("Llama", "ForCausalLM", {**_DECODER, "intermediate_size": 64, "num_key_value_heads": 2}),
-    "mixtral": (
-        "Mixtral",
-        "ForCausalLM",
-        {**_DECODER, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
-    ),
+    "mixtral": ("Mixtral", "ForCausalLM",
+        {**_DECODER, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4}),
     "mamba": ("Mamba", "ForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
-    "t5": (
-        "T5",
-        "ForConditionalGeneration",
-        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0},
-    ),
-    "bart": (
-        "Bart",
-        "ForConditionalGeneration",
-        {**SHAPE_OF_BOTH, "max_position_embeddings": 96, "forced_eos_token_id": None},
-    ),
-    "whisper": (
-        "Whisper",
-        "ForConditionalGeneration",
-        {**SHAPE_OF_BOTH, **SOUND},
-    ),
-}
+    "t5": ("T5", "ForConditionalGeneration",
+        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0}),
+    "bart": ("Bart", "ForConditionalGeneration",
+        {**SHAPE_OF_BOTH, "max_position_embeddings": 96, "forced_eos_token_id": None}),
+    "whisper": ("Whisper", "ForConditionalGeneration", {**SHAPE_OF_BOTH, **SOUND}),
+}  # fmt: skip
 
 
 def also(*more):

@@ -222,34 +222,19 @@ def check_draws(filters: dict, blocks: int = 1, is_masked: bool = False, **how) 
 # A fault in the lines about lengths, and what tells of it.
 FAULTS = {
     "missing tokens that are not offered": ("same_length < k && split == 0", "false", partial(check_bits, "a warp")),
-    "missing tokens that every split offers": (
-        "same_length < k && split == 0",
-        "same_length < k",
-        partial(check_bits, "splits"),
-    ),
-    "a length that is not clamped": (
-        "length < 0 ? 0 : length < i64(V) ? u32(length) : V",
-        "u32(length)",
-        partial(check_bits, "a warp"),
-    ),
+    "missing tokens that every split offers": ("same_length < k && split == 0", "same_length < k",
+        partial(check_bits, "splits")),
+    "a length that is not clamped": ("length < 0 ? 0 : length < i64(V) ? u32(length) : V", "u32(length)",
+        partial(check_bits, "a warp")),
     "a lead of tiles that are another split's": ("lead = 0;", ";", partial(check_bits, "8 warps")),
-    "int64 read as int32": (
-        "are_long ? __ldg(static_cast<const i64*>(lengths) + at)",
-        "are_long ? __ldg(static_cast<const int*>(lengths) + at)",
-        partial(check_bits, "8 lanes"),
-    ),
-    "a row that is read to its end": (
-        "SCAN scan(problem, row, length,",
-        "SCAN scan(problem, row, problem.V,",
-        partial(check_reads, "splits", 5000),
-    ),
-    "whole rows with lengths that are read as if aligned": (
-        "token + e < length ? __ldg(elements + e)",
-        "token + e < end ? __ldg(elements + e)",
-        partial(check_full_rows, "block", 1, 501),
-    ),
+    "int64 read as int32": ("are_long ? __ldg(static_cast<const i64*>(lengths) + at)",
+        "are_long ? __ldg(static_cast<const int*>(lengths) + at)", partial(check_bits, "8 lanes")),
+    "a row that is read to its end": ("SCAN scan(problem, row, length,", "SCAN scan(problem, row, problem.V,",
+        partial(check_reads, "splits", 5000)),
+    "whole rows with lengths that are read as if aligned": ("token + e < length ? __ldg(elements + e)",
+        "token + e < end ? __ldg(elements + e)", partial(check_full_rows, "block", 1, 501)),
     "draws of whole rows": ("return lengths ?", "return false ?", partial(check_draws, {})),
-}
+}  # fmt: skip
 
 
 @pytest.mark.exhaustive

@@ -240,24 +240,18 @@ def test_a_vocabulary_without_some_of_the_tokens():
         (lambda trie, at, of: trie.step(at.int(), of), TypeError, "`nodes` must be int64, got torch.int32; use .long"),
         (lambda trie, at, of: trie.step(at, of > 0), TypeError, "`tokens` must be int64 or int32, got torch.bool"),
         (lambda trie, at, of: trie.step(at, [5, 8]), TypeError, "`tokens` must be a torch.Tensor, got list"),
-        (
-            lambda trie, at, of: trie.step(at, of.to("meta")),
-            ValueError,
-            "`tokens` must be on cpu, .* got meta; .* `trie.to",
-        ),
+        (lambda trie, at, of: trie.step(at, of.to("meta")), ValueError,
+            "`tokens` must be on cpu, .* got meta; .* `trie.to"),
         (lambda trie, at, of: trie.to("meta").step(at, of), ValueError, "`nodes` must be on meta, .* got cpu"),
         (lambda trie, at, of: trie.nodes(of.view(1, 2).double()), TypeError, "`texts` must be int64 or int32"),
-        (
-            lambda trie, at, of: trie.nodes(of[0]),
-            ValueError,
-            r"`texts` must have the shape \(\.\.\., length\), got \(\)",
-        ),
+        (lambda trie, at, of: trie.nodes(of[0]), ValueError,
+            r"`texts` must have the shape \(\.\.\., length\), got \(\)"),
         (lambda trie, at, of: trie.nodes([[5, 9]]), TypeError, "`texts` must be a torch.Tensor, got list"),
         (lambda trie, at, of: trie.allowed_mask(at.int(), 97), TypeError, "`nodes` must be int64, got torch.int32"),
         (lambda trie, at, of: trie.allowed_mask(at, 97.0), TypeError, "`vocab_size` must be an int, got float"),
         (lambda trie, at, of: trie.allowed_mask(at.to("meta"), 97), ValueError, "`nodes` must be on cpu"),
     ],
-)
+)  # fmt: skip
 def test_wrong_nodes_and_tokens(call, error, message):
     nodes, tokens = torch.zeros(2, dtype=torch.int64), torch.tensor([5, 8])
     with pytest.raises(error, match=message):

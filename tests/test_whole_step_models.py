@@ -34,15 +34,11 @@ _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d
 _MODELS = {
     "T5": ("ForConditionalGeneration", _T5),
     "UMT5": ("ForConditionalGeneration", _T5),
-    "LED": (
-        "ForConditionalGeneration",
-        {**SHAPE_OF_BOTH, "attention_window": 4, "init_std": 0.3, "decoder_start_token_id": 2},
-    ),
+    "LED": ("ForConditionalGeneration",
+        {**SHAPE_OF_BOTH, "attention_window": 4, "init_std": 0.3, "decoder_start_token_id": 2}),
     "Bloom": ("ForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}),
-    "Falcon": (
-        "ForCausalLM",
-        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3},
-    ),
+    "Falcon": ("ForCausalLM",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}),
     "XGLM": ("ForCausalLM", {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "init_std": 0.3}),
     # A window that is shorter than the texts of the tests.
     "GPTNeo": (
@@ -56,7 +52,7 @@ _MODELS = {
             "initializer_range": 0.3,
         },
     ),
-}
+}  # fmt: skip
 
 
 @functools.cache
@@ -184,21 +180,14 @@ def test_sinks(num_beams):
 
 
 _EXPERTS = {
-    "NllbMoe": {
-        **SHAPE_OF_BOTH,
-        **{f"{side}_sparse_step": 2 for side in ("encoder", "decoder")},
-        "num_experts": 4,
-        "expert_capacity": 64,
-        "max_position_embeddings": 96,
-        "init_std": 0.3,
-        "decoder_start_token_id": 2,
-    },
+    "NllbMoe": {**SHAPE_OF_BOTH, **{f"{side}_sparse_step": 2 for side in ("encoder", "decoder")}, "num_experts": 4,
+        "expert_capacity": 64, "max_position_embeddings": 96, "init_std": 0.3, "decoder_start_token_id": 2},
     "SwitchTransformers": {
         **{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4},
         **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4, "expert_capacity": 64},
         "decoder_start_token_id": PAD,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("num_beams", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -244,31 +233,15 @@ _OF_STATES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads":
 _OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _STATES = {
     # A state of a convolution, and one of a recurrence.
-    "Qwen3Next": {
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "head_dim": 8,
-        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "shared_expert_intermediate_size": 32,
-        **_OF_EXPERTS,
-    },
+    "Qwen3Next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8,
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8), "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "shared_expert_intermediate_size": 32, **_OF_EXPERTS},
     # Of a convolution alone; attention comes first.
-    "Lfm2Moe": {
-        "num_hidden_layers": 2,
-        "layer_types": ["full_attention", "conv"],
-        "num_dense_layers": 1,
-        **_OF_EXPERTS,
-    },
-    "Bamba": {
-        "num_hidden_layers": 2,
-        "attn_layer_indices": [1],
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-    },
-}
+    "Lfm2Moe": {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"], "num_dense_layers": 1,
+        **_OF_EXPERTS},
+    "Bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16,
+        "mamba_d_state": 8},
+}  # fmt: skip
 
 
 @functools.cache
