@@ -343,13 +343,9 @@ def test_lm_eval_of_a_task():
 def test_lm_eval_in_mixed_precision():
     model = llama()
     evaluator = HFLM(
-        pretrained=model,
-        tokenizer=word_tokenizer(),
-        batch_size=2,
-        device="cpu",
-        max_length=64,
+        pretrained=model, tokenizer=word_tokenizer(), batch_size=2, device="cpu", max_length=64,
         mixed_precision_dtype="bfloat16",
-    )
+    )  # fmt: skip
     _, counted = both_ways(model, lambda: answers(evaluator))
     assert counted == (0, 3 * NEW, {"autocast": 3})
 
@@ -457,13 +453,9 @@ def noise(seconds: float) -> np.ndarray:
 
 # As users of long sounds set them: each piece is read again with draws where its text is improbable or repeats itself.
 FALLBACK = {
-    "num_beams": 1,
-    "temperature": (0.0, 0.4, 0.8),
-    "compression_ratio_threshold": 1.35,
-    "logprob_threshold": -1.0,
-    "no_speech_threshold": 0.6,
-    "condition_on_prev_tokens": True,
-}
+    "num_beams": 1, "temperature": (0.0, 0.4, 0.8), "compression_ratio_threshold": 1.35, "logprob_threshold": -1.0,
+    "no_speech_threshold": 0.6, "condition_on_prev_tokens": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

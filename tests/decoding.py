@@ -16,6 +16,7 @@ from fused_topk.generation import fused_decoding, statistics
 
 transformers.logging.set_verbosity_error()
 
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 PAD, BOS, EOS = 0, 1, 5
 NAMES = ("gpt2", "llama", "t5", "bart", "whisper", "mixtral", "mamba")
 ENCODER_DECODERS = ("t5", "bart", "whisper")
@@ -100,6 +101,14 @@ def masking(model, first: int, fill: float):
     copied = copy.deepcopy(model)
     copied.__class__ = type(f"Masking{type(model).__name__}", (type(model),), {"forward": forward})
     return copied
+
+
+def with_own_head(model):
+    """The model with another head: random embeddings of tokens that are read would choose themselves."""
+    head = torch.nn.Linear(32, 97, bias=False)
+    head.weight.data = torch.randn(97, 32, generator=torch.Generator().manual_seed(0)) * 0.4
+    model.set_output_embeddings(head)
+    return model
 
 
 def prompt_of_all(model, first: int):
@@ -228,16 +237,19 @@ TOLERANCE = 5e-5
 _OF_T5 = 2e-4
 
 
-def assert_whole(model, inputs=None, *, compile=False, **options):
+def assert_whole(model, inputs=None, *, compile=False, kinds=(), **options):
     """Stock and whole-step generate() agree, and every step of the latter was whole. Gives what stock gives.
 
     Args:
         compile: see `fused_decoding`.
+        kinds: of "compiled" and "captured", what every step was.
     """
     fused = functools.partial(fused_decoding, compile=compile)
     stock, given, steps = generate_both(model, inputs, fused=fused, **options)
     assert_same(stock, given, _OF_T5 if model.config.model_type == "t5" else TOLERANCE)
     assert not steps.reasons and steps.whole > 0 and steps.stock == 0, steps
+    of_kinds = {"compiled": steps.compiled, "captured": steps.captured}
+    assert not kinds or of_kinds == {kind: steps.whole * (kind in kinds) for kind in of_kinds}, steps
     return stock
 
 

@@ -258,17 +258,11 @@ def test_distillation_says_what_is_too_much(tiny_model, monkeypatch, options, te
 @pytest.mark.parametrize(
     ("demo", "option", "value"),
     [
-        (distillation, "--k", 0),
-        (distillation, "--num-texts", 0),
-        (distillation, "--steps", -1),
-        (distillation, "--training-steps", 0),
-        (translation, "--beams", 0),
-        (translation, "--steps", -1),
-        (translation, "--model", "nowhere"),
-        (semantic_ids, "--steps", -1),
-        (semantic_ids, "--repeats", 0),
+        (distillation, "--k", 0), (distillation, "--num-texts", 0), (distillation, "--steps", -1),
+        (distillation, "--training-steps", 0), (translation, "--beams", 0), (translation, "--steps", -1),
+        (translation, "--model", "nowhere"), (semantic_ids, "--steps", -1), (semantic_ids, "--repeats", 0),
     ],
-)
+)  # fmt: skip
 def test_short_demos_refuse_numbers_that_are_too_small(demo, option, value):
     """And a model that is not on this disk."""
     from typer.testing import CliRunner

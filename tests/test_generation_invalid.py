@@ -17,13 +17,9 @@ VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 SOME = lambda hidden: hidden[..., :1] > 0  # noqa: E731
 EVERY = lambda hidden: hidden[..., :1] == hidden[..., :1]  # noqa: E731
 PLACES = {
-    "some": (SOME, slice(20, None, 3)),
-    "one": (SOME, slice(77, 78)),
-    "first": (SOME, slice(0, 1)),
-    "row": (SOME, slice(None)),
-    "all": (EVERY, slice(None)),
-    "last": (EVERY, slice(-1, None)),
-}
+    "some": (SOME, slice(20, None, 3)), "one": (SOME, slice(77, 78)), "first": (SOME, slice(0, 1)),
+    "row": (SOME, slice(None)), "all": (EVERY, slice(None)), "last": (EVERY, slice(-1, None)),
+}  # fmt: skip
 OPTIONS = {
     "none": {},
     "bad words": {"bad_words_ids": [[20], [23], [77], [0]]},

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from decoding import one_thread  # noqa: F401
+from decoding import VERSION, one_thread  # noqa: F401
 from fused_topk.generation import fuse_routers, routers
 
 CONFIG = SimpleNamespace(
@@ -19,7 +19,6 @@ CONFIG = SimpleNamespace(
     n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5, topk_method="group_limited_greedy",
     moe_norm_min=1e-12, scoring_func="sigmoid", moe_num_experts=16, moe_k=4,
 )  # fmt: skip
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 # One of each form. The others are of the same code.

@@ -206,14 +206,10 @@ TILES_THAT_WIN = [
 
 # Of a warp, of 8, and of 16; in their last round, not each warp has a tile, or its tile not many logits.
 TILES_IN_ORDER = [
-    Case(20_001, 8, "bf16", owner="many"),
-    Case(20_001, 50, owner="many"),
-    Case(40_964, 8, owner="some"),
-    Case(40_961, 50, owner="some"),
-    Case(60_000, 8, splits=1),
-    Case(70_001, 600, "fp16", splits=2),
+    Case(20_001, 8, "bf16", owner="many"), Case(20_001, 50, owner="many"), Case(40_964, 8, owner="some"),
+    Case(40_961, 50, owner="some"), Case(60_000, 8, splits=1), Case(70_001, 600, "fp16", splits=2),
     Case(20_001, 1024, splits=1),
-]
+]  # fmt: skip
 
 
 @pytest.mark.exhaustive
@@ -224,14 +220,10 @@ def test_every_tile_beats_all_before_it(case):
 
 # Of a warp, of 8, and of 16, tile by tile and in windows.
 CROWDED = [
-    Case(20_001, 8, owner="many"),
-    Case(40_961, 50, owner="some"),
-    Case(40_000, 8, owner="some"),
-    Case(16_384, 8, "fp16", splits=1),
-    Case(60_000, 50, splits=1),
-    Case(80_000, 8, "bf16", splits=1),
+    Case(20_001, 8, owner="many"), Case(40_961, 50, owner="some"), Case(40_000, 8, owner="some"),
+    Case(16_384, 8, "fp16", splits=1), Case(60_000, 50, splits=1), Case(80_000, 8, "bf16", splits=1),
     Case(40_000, 3, "bf16", owner="some"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.exhaustive

@@ -32,13 +32,9 @@ def test_draws(name, longest, blocks):
     turn = list(SETTINGS).index(name)
     dtype = list(DTYPES.values())[turn % 3]
     check(
-        rows_of(777, dtype),
-        SETTINGS[name],
-        turn,
-        longest=longest,
-        blocks=blocks,
+        rows_of(777, dtype), SETTINGS[name], turn, longest=longest, blocks=blocks,
         schedule=SCHEDULES[turn % len(SCHEDULES)],
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -78,13 +74,9 @@ def test_formats_and_lengths(vocab_size, architecture, dtype):
     for name in ("whole", "temperature", "usual", "top_p_min_p"):
         blocks = 2 if name == "temperature" else 1
         check(
-            rows_of(vocab_size, dtype),
-            SETTINGS[name],
-            longest=7,
-            blocks=blocks,
-            schedule="random",
+            rows_of(vocab_size, dtype), SETTINGS[name], longest=7, blocks=blocks, schedule="random",
             architecture=architecture,
-        )
+        )  # fmt: skip
 
 
 def test_masks_lengths_and_strides():

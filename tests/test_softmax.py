@@ -329,26 +329,13 @@ H200_SHARED = 227 << 10
 @pytest.mark.parametrize(
     ("vocab_size", "itemsize", "kernel", "blocks"),
     (
-        (1, 4, "warp", 1),
-        (512, 4, "warp", 1),
-        (513, 4, "block", 1),
-        (8192, 4, "block", 1),
-        (8193, 4, "shared", 1),
-        (32768, 4, "shared", 1),
-        (65536, 4, "shared", 1),
-        (73728, 4, "shared", 1),
-        (73729, 4, "grid", 3),
-        (131072, 4, "grid", 4),
-        (1 << 20, 4, "grid", 32),
-        (1 << 22, 4, "grid", 128),
-        (264 * 32768, 4, "grid", 264),
-        (264 * 32768 + 1, 4, "long", 132),
-        (1024, 2, "warp", 1),
-        (65536, 2, "shared", 1),
-        (131072, 2, "shared", 1),
+        (1, 4, "warp", 1), (512, 4, "warp", 1), (513, 4, "block", 1), (8192, 4, "block", 1), (8193, 4, "shared", 1),
+        (32768, 4, "shared", 1), (65536, 4, "shared", 1), (73728, 4, "shared", 1), (73729, 4, "grid", 3),
+        (131072, 4, "grid", 4), (1 << 20, 4, "grid", 32), (1 << 22, 4, "grid", 128), (264 * 32768, 4, "grid", 264),
+        (264 * 32768 + 1, 4, "long", 132), (1024, 2, "warp", 1), (65536, 2, "shared", 1), (131072, 2, "shared", 1),
         (524289, 2, "grid", 9),
     ),
-)
+)  # fmt: skip
 def test_choice(vocab_size, itemsize, kernel, blocks):
     choice = choose_full_row(vocab_size, itemsize, H200_SHARED, 132, 90)
     assert (choice.kernel, choice.blocks_per_row) == (kernel, blocks)

@@ -12,9 +12,9 @@ import transformers
 from torch import nn
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
-from decoding import also, assert_whole, inputs_for, one_thread, stats  # noqa: F401
+from decoding import VERSION, also, assert_whole, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import disable, fused_decoding
-from fused_topk.generation.whole_step import attribute, compiled, entry
+from fused_topk.generation.whole_step import attribute, entry
 from fused_topk.generation.whole_step.facts import num_positions
 from whole_steps import (  # noqa: F401
     SERVED,
@@ -24,12 +24,11 @@ from whole_steps import (  # noqa: F401
     family,
     own_model,
     source_for,
+    traced_only,
     whole,
 )
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
-
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 @pytest.mark.parametrize(
@@ -56,8 +55,7 @@ def test_options_that_are_not_served(reason, options, model):
 
 @pytest.mark.parametrize("way", [False, *also(True)])
 @pytest.mark.parametrize("length", [8, 9, 11, 12, 13, 30])
-def test_a_length_of_the_users_own(length, way, model, monkeypatch):
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+def test_a_length_of_the_users_own(length, way, model, traced):
     # The prompt has six tokens, and the call asks for six.
     criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
     for inputs in (inputs_for(model), inputs_for(model, batch=1)):
@@ -85,8 +83,7 @@ def test_a_longer_length_of_the_users_own_with_beams(model):
 
 @pytest.mark.parametrize("way", [False, True])
 @pytest.mark.parametrize("name", sorted({"GPT2", "Bart", "EncoderDecoder"} & {*SERVED, *SERVED_WITH_SOURCE}))
-def test_texts_of_more_than_the_positions_that_were_learned(name, way, monkeypatch):
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+def test_texts_of_more_than_the_positions_that_were_learned(name, way, traced):
     is_both = name in SERVED_WITH_SOURCE
     model = copy.deepcopy((encoder_decoder if is_both else family)(name))
     positions = num_positions(model.config)
@@ -188,13 +185,9 @@ def test_rotary_embeddings_that_differ_among_layers():
 def test_phi_3_reads_its_text_again_and_is_served():
     # Its own preparation drops the cache where texts pass that length, and comes to the same.
     config = transformers.Phi3Config(
-        **_SHAPE,
-        intermediate_size=64,
-        original_max_position_embeddings=10,
-        pad_token_id=0,
-        bos_token_id=1,
+        **_SHAPE, intermediate_size=64, original_max_position_embeddings=10, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.Phi3ForCausalLM(config).eval()
     for beams in (1, 3):

@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole steps as one compiled call a token: the results of stock, and what is kept for later calls."""
 
-import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread, stats, stock_gap  # noqa: F401
-from fused_topk.generation import fused_decoding
+from decoding import also, assert_same, assert_whole, generate_both, inputs_for, one_thread, stats, stock_gap  # noqa: F401
 from fused_topk.generation.whole_step import compiled, entry
 from fused_topk.generation.whole_step.room import rounded_up
-from whole_steps import OTHER_LAYERS, SERVED_WITH_SOURCE, encoder_decoder, family, own_model, source_for, swaps  # noqa: F401
+from whole_steps import (  # noqa: F401
+    OTHER_LAYERS,
+    SERVED_WITH_SOURCE,
+    compiling,
+    encoder_decoder,
+    family,
+    own_model,
+    source_for,
+    swaps,
+    traced_only,
+)
 
-compiling = functools.partial(fused_decoding, compile=True)
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
 
 
-@pytest.fixture(name="traced")
-def traced_only(monkeypatch):
-    """Steps are traced as they are to be compiled, and run as they were: the compiler itself takes its time."""
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
-
-
 def assert_compiled(model, inputs, **options):
-    stock, given, steps = generate_both(model, inputs, fused=compiling, **{**OPTIONS, **options})
-    assert_same(stock, given, TOLERANCE)
-    assert not steps.reasons, steps
-    assert steps.compiled == steps.whole > 0
-    return stock
+    return assert_whole(model, inputs, compile=True, kinds=["compiled"], **{**OPTIONS, **options})
 
 
 @pytest.mark.exhaustive

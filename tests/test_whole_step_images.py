@@ -8,14 +8,13 @@ import pytest
 import torch
 import transformers
 
-from decoding import BOS, EOS, PAD, assert_whole, inputs_for
+from decoding import BOS, EOS, PAD, VERSION, assert_whole, inputs_for
 from fused_topk.generation.whole_step import entry
 from fused_topk.generation.whole_step.preparation import prepared
 from fused_topk.generation.whole_step.reasons import Declined
 from multimodal import MULTIMODAL, encoder_of_images, images_for, multimodal
 from whole_steps import assert_declined, swaps
 
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 # Its prompts are not causal there, and Qwen3-VL gives no positions to its steps.
 _LATER = {"PaliGemma": (5, 17), "Qwen3VL": (5, 0)}
 SERVED = [name for name in MULTIMODAL if _LATER.get(name, (0, 0)) <= VERSION]

@@ -14,6 +14,7 @@ from decoding import (  # noqa: F401
     PAD,
     SHAPE_OF_BOTH,
     TOKENS,
+    VERSION,
     SmallerIndexFirst,
     assert_same_cache,
     assert_whole,
@@ -21,6 +22,7 @@ from decoding import (  # noqa: F401
     one_thread,
     stats,
     with_biases,
+    with_own_head,
 )
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import attention, entry
@@ -63,11 +65,7 @@ def row_model(name: str):
     config = getattr(transformers, f"{name}Config")(**TOKENS, **options)
     model = with_biases(getattr(transformers, f"{name}{head}")(config), 0).eval()
     if config.is_encoder_decoder:
-        # Random embeddings of tokens that are read would choose themselves.
-        generator = torch.Generator().manual_seed(0)
-        head = torch.nn.Linear(32, 97, bias=False)
-        head.weight.data = torch.randn(97, 32, generator=generator) * 0.4
-        model.set_output_embeddings(head)
+        with_own_head(model)
     return model
 
 
@@ -140,9 +138,6 @@ def test_rows_of_a_source_are_written_without_a_copy():
 # Sinks, and encoder-decoders with experts.
 
 
-_IS_5 = int(transformers.__version__.split(".")[0]) >= 5
-
-
 @functools.cache
 def _gpt_oss():
     torch.manual_seed(0)
@@ -160,7 +155,11 @@ def _gpt_oss():
         initializer_range=0.3,
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention"],
-        **({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} if _IS_5 else {"rope_scaling": None}),
+        **(
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+            if VERSION >= (5, 0)
+            else {"rope_scaling": None}
+        ),
     )
     model = with_biases(transformers.GptOssForCausalLM(config), 0).eval()
     with torch.no_grad():
@@ -192,7 +191,7 @@ _EXPERTS = {
 
 @pytest.mark.parametrize("num_beams", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 # Before transformers 5 Switch reads no text without a cache, and cannot be tried.
-@pytest.mark.parametrize("name", [name for name in _EXPERTS if _IS_5 or name != "SwitchTransformers"])
+@pytest.mark.parametrize("name", [name for name in _EXPERTS if VERSION >= (5, 0) or name != "SwitchTransformers"])
 def test_experts_of_encoder_decoders(name, num_beams, monkeypatch):
     tried = []
     made = entry._made_ready
@@ -200,10 +199,7 @@ def test_experts_of_encoder_decoders(name, num_beams, monkeypatch):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**TOKENS, **_EXPERTS[name])
     model = with_biases(getattr(transformers, f"{name}ForConditionalGeneration")(config), 0).eval()
-    # Random embeddings of tokens that are read would choose themselves.
-    head = torch.nn.Linear(32, 97, bias=False)
-    head.weight.data = torch.randn(97, 32, generator=torch.Generator().manual_seed(0)) * 0.4
-    model.set_output_embeddings(head)
+    with_own_head(model)
     inputs = source_for(model)
     stock = assert_whole(model, inputs, num_beams=num_beams, num_return_sequences=num_beams, max_new_tokens=12)
     assert decoder_of(entry.ready_for(model).twin) is RowDecoder

@@ -3,7 +3,6 @@
 
 import contextlib
 import copy
-import functools
 
 import pytest
 import torch
@@ -14,18 +13,17 @@ from decoding import TOLERANCE, Recorder, also, assert_same, assert_whole, gener
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import compiled, graphs, room
 from test_generation_interface import letter, tokenizer
-from whole_steps import assert_declined, family, own_model, whole  # noqa: F401
+from whole_steps import assert_declined, family, own_model, traced_only, whole  # noqa: F401
 
 OPTIONS = {"max_new_tokens": 7, "do_sample": False}
 
 
 @pytest.fixture(params=["operations", "compiled", "captured"])
-def way(request, monkeypatch):
+def way(request, traced, monkeypatch):
     """How steps are run: traced, but not compiled, or captured by a stand-in for a GPU, whose host learns of tokens late."""
     if request.param == "captured":
         as_on_a_gpu(monkeypatch)
         monkeypatch.setattr(StandIn, "made", 0)
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
     return request.param
 
 
@@ -151,12 +149,8 @@ def test_what_is_not_served():
 
 @BEAMS
 @pytest.mark.parametrize("way", ["captured", *also("compiled")])
-def test_steps_that_are_kept(way, num_beams, monkeypatch):
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+def test_steps_that_are_kept(way, num_beams, traced):
     model = copy.deepcopy(family("Llama", 1))
-    kept = functools.partial(fused_decoding, compile=way == "compiled")
     options = {"stop_strings": STRINGS, "tokenizer": tokenizer(), "num_beams": num_beams, "max_new_tokens": 14}
     with graphs_of() if way == "captured" else contextlib.nullcontext():
-        stock, given, steps = generate_both(model, inputs_for(model, 4), fused=kept, **options)
-    assert_same(stock, given, TOLERANCE)
-    assert getattr(steps, way) == steps.whole > 0
+        assert_whole(model, inputs_for(model, 4), compile=way == "compiled", kinds=[way], **options)

@@ -69,13 +69,9 @@ def main(
             print(f"--schedule {name} --seed {number}: ", end="", flush=True)
             try:
                 outcomes = check(
-                    case,
-                    schedule=name,
-                    seed=number,
-                    architecture=architecture,
-                    debug=debug,
+                    case, schedule=name, seed=number, architecture=architecture, debug=debug,
                     address_sanitizer=address_sanitizer,
-                )
+                )  # fmt: skip
             except AssertionError as error:
                 failed += 1
                 print(f"FAILED\n{error}")
