@@ -32,6 +32,7 @@ import torch
 import fused_topk
 from fused_topk import TopK, backends
 from fused_topk.layout.topk_choice import MAX_K
+from simt import build
 
 REQUIRED = tuple(filter(None, os.environ.get("FUSED_TOPK_REQUIRE_BACKENDS", "").replace(" ", "").split(",")))
 
@@ -114,6 +115,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # `-k cuda` selects all that needs a GPU, not only what has it in its name.
         if "cuda" in getattr(item, "fixturenames", ()):
             item.extra_keyword_matches.add("cuda")
+        if item.path.name.startswith("test_simt") and build.unavailable() is not None:
+            item.add_marker(pytest.mark.skip(reason=str(build.unavailable())))
     for _, of_test in itertools.groupby(items, key=_test_and_place):
         cases = [case for case in of_test if case.get_closest_marker("exhaustive") is None]
         covering = _covering(cases)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fused_topk.generation import fused_decoding, statistics
+from rows import also as also
 
 transformers.logging.set_verbosity_error()
 
@@ -44,13 +45,6 @@ _CONFIGS = {
         {**SHAPE_OF_BOTH, "max_position_embeddings": 96, "forced_eos_token_id": None}),
     "whisper": ("Whisper", "ForConditionalGeneration", {**SHAPE_OF_BOTH, **SOUND}),
 }  # fmt: skip
-
-
-def also(*more):
-    """These values of a parameter, for the exhaustive tier."""
-    return [
-        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.exhaustive) for each in more
-    ]
 
 
 @pytest.fixture(autouse=True)

@@ -105,16 +105,6 @@ def test_row_topk_mask_strides(backend, form, vocab_size):
 SCALED = ("softmax_topk", "log_softmax_topk")
 
 
-@pytest.mark.parametrize("entry", SCALED)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 1, 2.5, 100.0])
-@pytest.mark.parametrize(("vocab_size", "k"), [(100, 5), (5003, 65)])
-def test_row_topk_temperature(backend, entry, dtype, temperature, vocab_size, k):
-    logits = random_logits(3, vocab_size, dtype=DTYPES[dtype], device=backend.device)
-    for normalize in NORMALIZE:
-        check(backend, entry, logits, k, temperature=temperature, normalize=normalize)
-
-
 @pytest.mark.sanitize
 @pytest.mark.parametrize("entry", SCALED)
 @pytest.mark.parametrize("normalize", NORMALIZE)

@@ -246,27 +246,6 @@ def test_merge_gradcheck(values, normalize, temperature):
     torch.autograd.gradcheck(run, inputs)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
-def test_gradients_are_those_of_the_unsharded_call(backend, entry, normalize):
-    logits = random_logits(4, 60, device=backend.device)
-    mask = random_mask(4, 60, share=0.7).to(backend.device)
-    settings = {} if entry == "topk" else {"temperature": 0.7, "normalize": normalize}
-    weights = torch.linspace(0.5, 2.0, 5, device=backend.device)
-    gradients = []
-    for is_sharded in (False, True):
-        x = logits.clone().requires_grad_()
-        if is_sharded:
-            parts = states(backend, x, 5, [7, 30], mask=mask, **settings)
-            result = backend("merge_topk", parts, 5, kind=VALUES_OF[entry], **settings)
-        else:
-            result = backend(entry, x, 5, mask=mask, **settings)
-        loss = (result.values * weights).sum()
-        (loss if entry == "topk" else loss + 0.3 * result.logsumexp.sum()).backward()
-        gradients.append(x.grad)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
-
-
 def test_a_hidden_token_passes_on_no_gradient(backend):
     """Where fewer tokens are allowed than k, hidden ones are among the candidates, with the constant -inf."""
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=backend.device, requires_grad=True)

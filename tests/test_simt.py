@@ -20,15 +20,13 @@ from fused_topk.layout.topk_choice import KernelChoice, choose
 from fused_topk.problem import TopkProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, assert_topk, expected
-from rows import INF, adversarial_rows, random_logits
-from simt import build, sanitized
+from rows import INF, adversarial_rows, also, random_logits
+from simt import sanitized
 from simt.cases import Case, Laid, check, kernel_of
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result, row_topk
 from test_beam import check_beams, infinite_beams, unequal_beams
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
 # a vector, a lane, what 8 lanes hold, 8, 16 and 32 lanes, a tile, two of them, a part for each warp, three steps of parts; the k
@@ -383,7 +381,7 @@ def check_that_no_more_prove_a_bound(case, of_each):
     assert got.values.min() >= got.values.max() - needed
 
 
-@pytest.mark.parametrize("beams", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (5, 8)), 9])
+@pytest.mark.parametrize("beams", [2, *also(5, 8), 9])
 @pytest.mark.parametrize(("vocab_size", "share", "splits"), [(13, 0.8, 0), (3001, 0.01, 2)])
 def test_unequal_beams(beams, vocab_size, share, splits):
     """What proves a bound of a sequence: one beam's list alone, or two, or all."""

@@ -9,17 +9,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from simt import build
 from simt.cases import Case, Laid, check
 from simt.emulate import replacing, replacing_each
 from test_simt import check_bits_of_short_rows
 from test_simt_layouts import check_tokens_of_many_beams
 from test_simt_sampling import check_broad, check_case
 
-pytestmark = [
-    pytest.mark.exhaustive,  # each fault is a build of its own
-    pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable())),
-]
+pytestmark = pytest.mark.exhaustive  # each fault is a build of its own
 
 ONE_WARP = Case(257, 5, rows="2")
 # Its loads go to registers; those of longer rows may go to shared memory in the background.

@@ -15,12 +15,10 @@ from fused_topk.problem import FullRowProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, start_full_rows
 from rows import INF, NAN, random_logits, shifted
-from simt import build, sanitized
+from simt import sanitized
 from simt.emulate import emulated, recorded
 from simt.launch import SCHEDULES, Array
 from test_softmax import check
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
 def run(problem: FullRowProblem, choice: FullRowChoice, out_dtype: torch.dtype, **how) -> Tensor:

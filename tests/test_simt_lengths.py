@@ -13,7 +13,6 @@ from fused_topk.problem import FullRowProblem, TopkProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, bits, start
 from rows import NAN, random_logits, random_mask
-from simt import build
 from simt.cases import Case
 from simt.emulate import emulated, replacing
 from simt.launch import SCHEDULES, Array
@@ -21,8 +20,6 @@ from simt.row_topk import empty_result
 from test_simt_full_rows import empty_result as empty_full_rows
 from test_simt_full_rows import launch, small_choice
 from test_simt_sampling import draw
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
 def ragged(logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

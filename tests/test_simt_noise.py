@@ -10,13 +10,10 @@ from torch import Tensor
 from exact_draws import BROAD, SETTINGS, broad_rows, kept_weights, rows_of
 from fused_topk.layout import launch
 from oracle import DTYPES
-from rows import INF, NAN, packed, random_mask
-from simt import build
+from rows import INF, NAN, also, packed, random_mask
 from simt.launch import SCHEDULES
 from test_sampling_noise import check_winners, exponential, ties_and_odd_noise
 from test_simt_sampling import draw
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
 def check(logits: Tensor, settings: dict, seed: int = 0, mask: Tensor | None = None, **how) -> None:
@@ -120,7 +117,7 @@ def test_long_parts(monkeypatch):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"top_k": 20}, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ({"top_p": 0.99}, {"min_p": 1e-4}))],
+    [{}, {"top_k": 20}, *also({"top_p": 0.99}, {"min_p": 1e-4})],
     ids=str,
 )
 def test_ties_and_noise_that_no_distribution_gives(settings):

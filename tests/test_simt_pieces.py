@@ -17,12 +17,9 @@ from fused_topk.rows import LogitRows
 from linear_heads import ENTRIES, exact_head, exact_logits
 from oracle import DTYPES, assert_topk, expected, problem_of, start
 from rows import adversarial_rows, random_logits, random_mask
-from simt import build
 from simt.emulate import emulated, replacing
 from simt.launch import SCHEDULES, Array
 from test_merge import D_TOLERANCE, assert_same_state
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 # V and where the tokens are cut: in tiles and beside them, pieces of one token, and less than k of them at first.
 CUTS = {

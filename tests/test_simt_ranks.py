@@ -14,12 +14,9 @@ from fused_topk.problem import RankProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES
 from rows import NAN, adversarial_rows, packed, random_logits, random_mask, shifted
-from simt import build
 from simt.emulate import emulated, replacing
 from simt.launch import SCHEDULES, Array
 from test_simt_token_sums import hidden_in_all_ways
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 KERNELS = [pytest.param(dtype, marks=() if dtype == "bf16" else pytest.mark.exhaustive) for dtype in ("fp32", "bf16", "fp16")]  # fmt: skip
 

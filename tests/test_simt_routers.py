@@ -15,11 +15,8 @@ from fused_topk.rows import LogitRows
 from oracle import DTYPES
 from routing import SCORINGS, assert_same, empty_result, random_problem, route
 from rows import NAN, packed, random_logits, random_mask, shifted
-from simt import build
 from simt.emulate import emulated, recorded, replacing_each
 from simt.launch import SCHEDULES, Array, Outcome
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 CPU = torch.device("cpu")
 

@@ -12,11 +12,8 @@ from fused_topk.rows import LogitRows
 from fused_topk.token_sums import empty_sums
 from oracle import DTYPES
 from rows import NAN, adversarial_rows, packed, random_logits, random_mask, shifted
-from simt import build
 from simt.emulate import emulated, replacing
 from simt.launch import SCHEDULES, Array
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 KERNELS = [pytest.param(dtype, marks=() if dtype == "bf16" else pytest.mark.exhaustive) for dtype in ("fp32", "bf16", "fp16")]  # fmt: skip
 

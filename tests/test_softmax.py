@@ -17,7 +17,7 @@ from choices import FULL_ROW_VARIANTS
 from fused_topk.layout.full_row_choice import choose_full_row
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, bits, start_full_rows
-from rows import adversarial_rows, layouts, random_logits, shifted
+from rows import adversarial_rows, also, layouts, random_logits, shifted
 
 VALUES = ("softmax", "log_softmax")
 ENTRIES = (*VALUES, "logsumexp")
@@ -86,9 +86,7 @@ def test_sizes(backend, entry, dtype, vocab_size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize(
-    "edge", [*EDGES[:-2], *(pytest.param(edge, marks=pytest.mark.exhaustive) for edge in EDGES[-2:])]
-)
+@pytest.mark.parametrize("edge", [*EDGES[:-2], *also(*EDGES[-2:])])
 def test_around_the_edges_of_the_regimes(native, edge, dtype):
     edge *= 4 // dtype.itemsize
     for vocab_size in (edge - 1, edge, edge + 4, edge + 1):
@@ -98,9 +96,7 @@ def test_around_the_edges_of_the_regimes(native, edge, dtype):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(
-    "vocab_size", (300_000, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (1_000_000, 1_000_003)))
-)
+@pytest.mark.parametrize("vocab_size", (300_000, *also(1_000_000, 1_000_003)))
 def test_long_rows(native, vocab_size):
     """On an H200, eight owners of a million logits: three take a second row."""
     logits = random_logits(11, vocab_size, device=native.device)
@@ -132,10 +128,7 @@ def test_adversarial_rows(backend, entry, dtype, vocab_size):
     check(backend, entry, logits, row_names=list(rows), temperature=0.37)
 
 
-@pytest.mark.parametrize(
-    "vocab_size",
-    (20_000, 50_001, 120_000, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (270_000, 600_000))),
-)
+@pytest.mark.parametrize("vocab_size", (20_000, 50_001, 120_000, *also(270_000, 600_000)))
 def test_adversarial_long_rows(native, vocab_size):
     rows = adversarial_rows(vocab_size, 5, torch.float32)
     logits = torch.stack(list(rows.values())).to(native.device)

@@ -83,15 +83,6 @@ def test_options(options, num_beams):
     assert_whole(family("Llama", 1), inputs_for(family("Llama"), batch=3, padding=2), num_beams=num_beams, **options)
 
 
-@pytest.mark.parametrize("num_beams", [1, 4])
-def test_a_plain_tensor_is_returned_where_it_is_asked_for(num_beams):
-    model = family("Qwen2")
-    stock, given, steps = generate_both(
-        model, fused=whole, num_beams=num_beams, return_dict_in_generate=False, output_scores=False
-    )
-    assert torch.equal(stock, given) and steps.whole and not steps.reasons
-
-
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize(
     "name", ["Llama", "Gemma2", *also(*(name for name in SERVED if name not in ("Llama", "Gemma2")))]

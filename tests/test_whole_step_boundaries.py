@@ -283,18 +283,3 @@ def test_an_empty_list_of_end_tokens_does_what_stock_does(model):
     with whole(model), pytest.raises(IndexError):
         model.generate(**inputs_for(model), num_beams=2, **options)
     assert stats().reasons == {"an empty eos_token_id, with beams": 1}
-
-
-def test_the_cache_grows_with_the_prompt_once_and_the_new_tokens_of_the_beams(model, monkeypatch):
-    from fused_topk.generation.whole_step import cache
-
-    sizes = []
-    grown = cache.SharedPromptLayer._with
-    monkeypatch.setattr(
-        cache.SharedPromptLayer, "_with", lambda *args: sizes.append((found := grown(*args)).shape) or found
-    )
-    inputs = inputs_for(model, batch=2, length=11)
-    with whole(model):
-        model.generate(**inputs, num_beams=5, max_new_tokens=7)
-    # The trial makes some of its own. The last new token is not read.
-    assert set(sizes[-4:]) == {torch.Size([2, 2, 11 + 5 * 6, 8])}

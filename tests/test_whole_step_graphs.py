@@ -16,6 +16,7 @@ from captured import StandIn, Waits, as_on_a_gpu
 from decoding import (  # noqa: F401
     TOLERANCE,
     Recorder,
+    also,
     assert_same,
     assert_whole,
     generate_both,
@@ -168,11 +169,7 @@ def test_a_step_for_longer_texts_serves_shorter_ones(model):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-@pytest.mark.parametrize(
-    "more",
-    [{}, pytest.param({"repetition_penalty": 1.5}, marks=pytest.mark.exhaustive)],
-    ids=["at-once", "forward-pass"],
-)
+@pytest.mark.parametrize("more", [{}, *also({"repetition_penalty": 1.5})], ids=["at-once", "forward-pass"])
 def test_each_room_is_captured_once(more, num_beams, model, monkeypatch):
     monkeypatch.setattr(room, "FIRST", 4)
     options = {"num_beams": num_beams, "eos_token_id": None, "max_new_tokens": 60, **more}
@@ -294,10 +291,7 @@ def test_calls_in_inference_mode_have_steps_of_their_own(model):
     assert StandIn.made == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "num_beams"),
-    [("Qwen2VL", 3), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("Llava", 1), ("Gemma3", 3)))],
-)
+@pytest.mark.parametrize(("name", "num_beams"), [("Qwen2VL", 3), *also(("Llava", 1), ("Gemma3", 3))])
 def test_after_images(name, num_beams):
     model = multimodal(name)
     # Two images, then a prompt without one.

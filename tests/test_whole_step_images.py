@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from decoding import BOS, EOS, PAD, VERSION, assert_whole, inputs_for
+from decoding import BOS, EOS, PAD, VERSION, also, assert_whole, inputs_for
 from fused_topk.generation.whole_step import entry
 from fused_topk.generation.whole_step.preparation import prepared
 from fused_topk.generation.whole_step.reasons import Declined
@@ -49,8 +49,8 @@ def test_images(name, num_beams):
     assert texts[0] != other[:, blank["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("num_beams", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("decoder", ["GPT2", pytest.param("Bert", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_beams", [3, *also(1)])
+@pytest.mark.parametrize("decoder", ["GPT2", *also("Bert")])
 def test_an_encoder_of_images(decoder, num_beams):
     model = encoder_of_images(decoder)
     texts = []
@@ -61,7 +61,7 @@ def test_an_encoder_of_images(decoder, num_beams):
     assert texts[0] != texts[1]
 
 
-@pytest.mark.parametrize("name", ["Llava", pytest.param("Qwen2VL", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["Llava", *also("Qwen2VL")])
 def test_the_users_model_is_tried_once(name, monkeypatch):
     model = copy.deepcopy(multimodal(name))
     tried = []

@@ -16,6 +16,7 @@ from decoding import (  # noqa: F401
     TOKENS,
     VERSION,
     SmallerIndexFirst,
+    also,
     assert_same_cache,
     assert_whole,
     inputs_for,
@@ -189,7 +190,7 @@ _EXPERTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_beams", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_beams", [3, *also(1)])
 # Before transformers 5 Switch reads no text without a cache, and cannot be tried.
 @pytest.mark.parametrize("name", [name for name in _EXPERTS if VERSION >= (5, 0) or name != "SwitchTransformers"])
 def test_experts_of_encoder_decoders(name, num_beams, monkeypatch):
@@ -223,7 +224,6 @@ def test_experts_that_leave_out_tokens():
 
 # Before, models make caches of their own for states.
 needs_states = pytest.mark.skipif(STATE_LAYER is None, reason="needs transformers with layers of caches for states")
-exhaustive = pytest.mark.exhaustive
 _TOKENS = {**TOKENS, "initializer_range": 0.3}
 _OF_STATES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 _OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -250,9 +250,7 @@ def state_model(name: str):
 
 @needs_states
 @pytest.mark.parametrize("num_beams", [1, 3])
-@pytest.mark.parametrize(
-    "name", ["Qwen3Next", *(pytest.param(each, marks=exhaustive) for each in ("Lfm2Moe", "Bamba"))]
-)
+@pytest.mark.parametrize("name", ["Qwen3Next", *also("Lfm2Moe", "Bamba")])
 def test_states_go_with_their_beams(name, num_beams):
     model = state_model(name)
     options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 12}
