@@ -22,6 +22,12 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pytest", "fused_topk.distributed", "torch._dynamo", "torch.distributed.tensor"])
 
 
+def assert_equal_everywhere(tokens: torch.Tensor) -> None:
+    everywhere = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, tokens.contiguous())
+    assert all(torch.equal(each, tokens) for each in everywhere)
+
+
 def run(
     module: str, checks: Sequence[str], size: int, seconds: int = 240, backend: str = "gloo"
 ) -> list[dict[str, str | None]]:

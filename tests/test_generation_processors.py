@@ -48,21 +48,6 @@ def test_a_text_that_no_token_ends(options):
     assert_whole(tiny("llama"), eos_token_id=[], **options)
 
 
-@pytest.mark.parametrize("num_beams", [1, 4])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"forced_bos_token_id": 9, "forced_eos_token_id": EOS, "no_repeat_ngram_size": 3},
-        {"encoder_no_repeat_ngram_size": 1},
-        {"encoder_no_repeat_ngram_size": 2, "repetition_penalty": 1.2},
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_generate_with_processors_of_encoder_decoders(options, num_beams):
-    for name in ("bart", "t5"):
-        assert_whole(tiny(name), num_beams=num_beams, **options)
-
-
 class Doubled(stock.RepetitionPenaltyLogitsProcessor):
     """A subclass that does something else."""
 

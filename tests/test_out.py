@@ -77,15 +77,6 @@ def test_row_topk_adversarial_rows_write_nothing_else(backend, dtype, vocab_size
     assert (out.indices.sort(-1).values.diff(dim=-1) > 0).all()
 
 
-def test_row_topk_out_is_reused(backend):
-    """What an earlier call left in `out` does not matter."""
-    out = None
-    for seed in range(3):
-        logits = random_logits(3, 4099, device=backend.device, seed=seed)
-        out = backend("softmax_topk", logits, 8, out=out) if out else backend("softmax_topk", logits, 8)
-        assert_topk(out, expected("softmax_topk", logits, 8), logits, "softmax_topk")
-
-
 @pytest.mark.parametrize("indices", [torch.int64, torch.int32])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_topk_out_that_a_gradient_needs(backend, dtype, indices):

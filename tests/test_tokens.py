@@ -175,12 +175,6 @@ def test_rows_in_which_nothing_is_allowed(backend):
     assert got.logprobs.item() == -torch.inf and got.ranks.item() == 1
 
 
-def test_a_common_offset_costs_nothing(backend):
-    logits = random_logits(4, 5000, device=backend.device).double().add(2.0**13).float()
-    tokens = random_tokens(4, vocab_size=5000).to(backend.device)
-    assert_right(backend("token_logprobs", logits, tokens), logits, tokens)
-
-
 def test_positions_that_do_not_merge(backend):
     logits = random_logits(3, 20, 33, device=backend.device)
     # Without its last position the batch does not merge with the positions.

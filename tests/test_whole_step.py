@@ -104,18 +104,6 @@ def test_float64(num_beams):
     assert_whole(family("Llama", dtype=torch.float64), num_beams=num_beams)
 
 
-def test_texts_end_at_different_times_and_not_at_all():
-    inputs, lengths = inputs_for(family("Llama"), batch=6), set()
-    options = {"num_beams": 4, "max_new_tokens": 20}
-    ends = {"num_return_sequences": 4, "eos_token_id": list(range(5, 60)), "early_stopping": True}
-    for seed in range(4):
-        result = assert_whole(family("Llama", seed), inputs, **options, **ends)
-        lengths |= set((result["beam_indices"] >= 0).sum(1).tolist())
-    assert len(lengths) > 3 and max(lengths) < 20
-    result = assert_whole(family("Llama"), inputs, **options, eos_token_id=None)
-    assert result["beam_indices"].shape[1] == 20
-
-
 def test_more_beams_than_a_first_step_has_tokens():
     # Beams that are no candidates in the first step come in.
     assert_whole(family("Llama"), num_beams=40, eos_token_id=[5, 6, 7], max_new_tokens=4)

@@ -160,7 +160,6 @@ def test_a_cache_that_has_been_used_is_not_replaced():
     options = {"max_new_tokens": 5, "do_sample": False}
     begun = model.generate(**inputs, **options, return_dict_in_generate=True)
     name = "cache" if "cache" in begun else "past_key_values"
-    stats(reset=True)
     with whole(model):
         model.generate(**inputs, **{**options, "decoder_input_ids": begun["sequences"], name: begun[name]})
     assert stats(reset=True).reasons == {"a cache of an encoder-decoder that has been used": 1}
@@ -191,7 +190,6 @@ def test_whisper_with_timestamps(num_beams):
     options = {"return_timestamps": True, "num_beams": num_beams, "max_new_tokens": 20}
     inputs = inputs_for(model)
     expected = model.generate(**inputs, **options)
-    stats(reset=True)
     with fused_decoding(model):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)
@@ -211,7 +209,6 @@ def test_long_sounds_with_detection_of_speech():
     options = {"return_timestamps": True, "max_new_tokens": 4, "temperature": 0.0, "condition_on_prev_tokens": False}
     options |= {"no_speech_threshold": 0.6, "logprob_threshold": -1.0}
     expected = model.generate(**inputs, **options)
-    stats(reset=True)
     with fused_decoding(model):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)

@@ -289,7 +289,6 @@ def test_a_cache_with_states_that_is_used_is_declined():
     given = [copy.deepcopy(cache), cache]
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
     stock = model.generate(**inputs, **options, past_key_values=given[0])
-    stats(reset=True)
     with whole(model):
         found = model.generate(**inputs, **options, past_key_values=given[1])
     assert torch.equal(found, stock)

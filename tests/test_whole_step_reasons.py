@@ -69,7 +69,6 @@ def test_a_generate_that_takes_only_what_it_knows(of, model):
     else:
         model.generate = generate.__get__(model)
     expected = model.generate(**inputs_for(model), **BEAMS, do_sample=False)
-    stats(reset=True)
     with whole(model):
         assert torch.equal(model.generate(**inputs_for(model), **BEAMS, do_sample=False), expected)
     assert stats(reset=True).reasons == {"a generate() that takes no custom_generate": 1}
