@@ -21,12 +21,14 @@ from simt.launch import SCHEDULES, Array
 from test_softmax import check
 
 
-def run(problem: FullRowProblem, choice: FullRowChoice, out_dtype: torch.dtype, **how) -> Tensor:
-    """What the kernel of `choice` makes of CPU tensors, with all that the machine checks."""
+def run(
+    problem: FullRowProblem, choice: FullRowChoice, out_dtype: torch.dtype, readable: int | None = None, **how
+) -> Tensor:
+    """What the kernel of `choice` makes of CPU tensors, with all that the machine checks. readable: tokens of each row."""
     out = empty_result(problem, out_dtype)
-    inputs = {name: x for name, x in problem.rows._asdict().items() if isinstance(x, Tensor)}
-    arrays = [*(Array(name, x, "input") for name, x in inputs.items()), Array("out", out, "output")]
-    with emulated(arrays, **how) as outcomes:
+    inputs = {**problem.rows._asdict(), "logits": problem.rows.logits[..., :readable]}
+    arrays = [Array(name, x, "input") for name, x in inputs.items() if isinstance(x, Tensor) and x.numel()]
+    with emulated([*arrays, Array("out", out, "output")], **how) as outcomes:
         launch(problem, choice, out)
     outcomes[0].check()
     return out

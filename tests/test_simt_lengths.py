@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 import test_simt
-from fused_topk.backends import cuda
+from fused_topk import TopK
 from fused_topk.problem import FullRowProblem, TopkProblem
 from fused_topk.rows import LogitRows
-from oracle import DTYPES, assert_same, bits, start
+from oracle import DTYPES, assert_same, bits
 from rows import NAN, random_logits, random_mask
 from simt.cases import Case
-from simt.emulate import emulated, replacing
-from simt.launch import SCHEDULES, Array
-from simt.row_topk import empty_result
-from test_simt_full_rows import empty_result as empty_full_rows
-from test_simt_full_rows import launch, small_choice
+from simt.emulate import replacing
+from simt.launch import SCHEDULES
+from simt.row_topk import row_topk
+from test_simt_full_rows import run, small_choice
 from test_simt_sampling import draw
 
 
@@ -28,18 +27,11 @@ def ragged(logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return logits.masked_fill(beyond, NAN), logits.masked_fill(beyond, -torch.inf)
 
 
-def topk(case: Case, problem: TopkProblem, beam_scores: Tensor | None = None, *, readable: int | None = None, **how):
-    """What the kernel of a case makes of rows. readable: how many tokens of each row it may read."""
-    out = empty_result(problem, beam_scores)
-    inputs = {**problem.rows._asdict(), "beam_scores": beam_scores}
-    if readable is not None:
-        inputs["logits"] = problem.rows.logits[..., :readable]
-    arrays = [Array(name, x, "input") for name, x in inputs.items() if isinstance(x, Tensor) and x.numel()]
-    arrays += [Array(name, x, "output") for name, x in out._asdict().items()]
-    with emulated(arrays, **how) as outcomes:
-        start(cuda, problem, out, beam_scores, choice=case.choice())
-    outcomes[0].check()
-    return out
+def topk(case: Case, problem: TopkProblem, beam_scores: Tensor | None = None, **how) -> TopK:
+    """What the kernel of a case makes of rows. how: as of row_topk()."""
+    found, outcome = row_topk(problem, case.choice(), beam_scores=beam_scores, **how)
+    outcome.check()
+    return found
 
 
 CASES = {
@@ -179,15 +171,8 @@ def test_full_rows_read_nothing_beyond_a_length(kernel, blocks, vocab_size, leng
     full(FullRowProblem(rows, "softmax"), choice, readable=length)
 
 
-def full(problem: FullRowProblem, choice, readable: int | None = None, **how) -> Tensor:
-    dtype = problem.rows.logits.dtype
-    out = empty_full_rows(problem, dtype)
-    inputs = {**problem.rows._asdict(), "logits": problem.rows.logits[..., :readable]}
-    arrays = [Array(name, x, "input") for name, x in inputs.items() if isinstance(x, Tensor) and x.numel()]
-    with emulated([*arrays, Array("out", out, "output")], **how) as outcomes:
-        launch(problem, choice, out)
-    outcomes[0].check()
-    return out
+def full(problem: FullRowProblem, choice, **how) -> Tensor:
+    return run(problem, choice, problem.rows.logits.dtype, **how)
 
 
 FILTERS = {
