@@ -251,7 +251,7 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
     bias = bias if has_bias else None
     has_targets = has_targets and entry != "linear_topk"
     targets = (torch.arange(7) * 500).unsqueeze(-1) if has_targets else None
-    # test_simt_token_sums.py has the kernel of sums.
+    # test_simt_tokens.py has the kernel of sums.
     monkeypatch.setitem(operators.token_spread.ON, "cuda", operators.token_spread.reference)
     monkeypatch.setattr(layout, "_NATIVE_ROWS", 0)
     monkeypatch.setattr(layout, "forward_pieces", lambda *sizes: layout.Pieces(3, 1024, 2))
