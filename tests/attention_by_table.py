@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a step by a table (:class:`ancestry.Table`) in torch operations, for machines without the kernel; and cases of it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps as a GPU runs them, on the CPU: a stand-in for the CUDA graph, and for what the host reads late."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

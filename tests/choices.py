@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choices of kernels that could be made: those for top-k of some rows, of which the package's comes first, and what one for full rows can name."""
 
-from __future__ import annotations
-
 from fused_topk.layout.topk_choice import MAX_K, VARIANTS, KernelChoice, choose
 
 MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/topk/candidates.cuh has room for

@@ -6,8 +6,6 @@ Every test says how many tokens whole steps write, and why stock writes the othe
 search of so few logits is served because tests/conftest.py lowers FEW_LOGITS.
 """
 
-from __future__ import annotations
-
 import copy
 
 import lm_eval
@@ -50,18 +48,10 @@ def llama(seed: int = 0) -> LlamaForCausalLM:
     """Weights large enough that the next token is neither certain nor uniform."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, pad_token_id=PAD, bos_token_id=BOS,
         eos_token_id=EOS,
-    )
+    )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 
@@ -174,16 +164,12 @@ def test_trl_with_a_teacher(tmp_path):
 PARTS = ["q_proj", "v_proj", "down_proj"]
 ADAPTERS = {
     "lora": (peft.LoraConfig, {"r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": PARTS}),
-    "lora of the head": (
-        peft.LoraConfig,
-        {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
-    ),
-    "head of its own": (
-        peft.LoraConfig,
-        {"r": 4, "lora_alpha": 16, "target_modules": PARTS, "modules_to_save": ["lm_head"]},
-    ),
+    "lora of the head": (peft.LoraConfig,
+        {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "head of its own": (peft.LoraConfig,
+        {"r": 4, "lora_alpha": 16, "target_modules": PARTS, "modules_to_save": ["lm_head"]}),
     "dora": (peft.LoraConfig, {"r": 4, "use_dora": True, "target_modules": PARTS}),
-}
+}  # fmt: skip
 
 
 def adapter(name: str) -> peft.PeftConfig:
@@ -357,13 +343,9 @@ def test_lm_eval_of_a_task():
 def test_lm_eval_in_mixed_precision():
     model = llama()
     evaluator = HFLM(
-        pretrained=model,
-        tokenizer=word_tokenizer(),
-        batch_size=2,
-        device="cpu",
-        max_length=64,
+        pretrained=model, tokenizer=word_tokenizer(), batch_size=2, device="cpu", max_length=64,
         mixed_precision_dtype="bfloat16",
-    )
+    )  # fmt: skip
     _, counted = both_ways(model, lambda: answers(evaluator))
     assert counted == (0, 3 * NEW, {"autocast": 3})
 
@@ -471,13 +453,9 @@ def noise(seconds: float) -> np.ndarray:
 
 # As users of long sounds set them: each piece is read again with draws where its text is improbable or repeats itself.
 FALLBACK = {
-    "num_beams": 1,
-    "temperature": (0.0, 0.4, 0.8),
-    "compression_ratio_threshold": 1.35,
-    "logprob_threshold": -1.0,
-    "no_speech_threshold": 0.6,
-    "condition_on_prev_tokens": True,
-}
+    "num_beams": 1, "temperature": (0.0, 0.4, 0.8), "compression_ratio_threshold": 1.35, "logprob_threshold": -1.0,
+    "no_speech_threshold": 0.6, "condition_on_prev_tokens": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m fused_topk` in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from typing import NamedTuple

@@ -13,12 +13,13 @@ runs all that this leaves out. `.ci/run` runs both. A test whose address is give
 `pytest -m all_shapes` takes hours. Nothing else runs its tests, for which the other tiers take a covering subset.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import importlib.util
 import itertools
 import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,13 +32,15 @@ import torch
 import fused_topk
 from fused_topk import TopK, backends
 from fused_topk.layout.topk_choice import MAX_K
+from simt import build
 
-REQUIRED = tuple(
-    filter(
-        None,
-        os.environ.get("FUSED_TOPK_REQUIRE_BACKENDS", "").replace(" ", "").split(","),
-    )
-)
+REQUIRED = tuple(filter(None, os.environ.get("FUSED_TOPK_REQUIRE_BACKENDS", "").replace(" ", "").split(",")))
+
+# The tests of generate() need transformers: pip install 'fused_topk[transformers]'.
+_OF_GENERATE = re.compile("^(import|from) (transformers|decoding|multimodal|whole_)", re.MULTILINE)
+collect_ignore = []
+if importlib.util.find_spec("transformers") is None:
+    collect_ignore = [path for path in Path(__file__).parent.glob("*.py") if _OF_GENERATE.search(path.read_text())]
 
 
 # Not a NamedTuple: torch.compile of torch 2.6 does not trace a call of one.
@@ -112,6 +115,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # `-k cuda` selects all that needs a GPU, not only what has it in its name.
         if "cuda" in getattr(item, "fixturenames", ()):
             item.extra_keyword_matches.add("cuda")
+        if item.path.name.startswith("test_simt") and build.unavailable() is not None:
+            item.add_marker(pytest.mark.skip(reason=str(build.unavailable())))
     for _, of_test in itertools.groupby(items, key=_test_and_place):
         cases = [case for case in of_test if case.get_closest_marker("exhaustive") is None]
         covering = _covering(cases)
@@ -158,12 +163,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", BACKENDS, ids=str, indirect=True)
     if "native" in metafunc.fixturenames:
-        metafunc.parametrize(
-            "native",
-            [b for b in BACKENDS if b.name != "reference"],
-            ids=str,
-            indirect=True,
-        )
+        metafunc.parametrize("native", [b for b in BACKENDS if b.name != "reference"], ids=str, indirect=True)
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ function or argument is in all of a kind's tests as soon as it is listed; test_c
 distributed functions that begins with local_ is this process's share of the argument without that prefix.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -176,21 +174,16 @@ ARGUMENTS = {
         ),
     ),
     "temperature": Argument(_ONE_A_ROW, _of_rows(0.7, lambda case: case.random(0.5, 2)), **_rows(*_TEMPERATURES, 0.0)),
-    "mask": Argument(
-        _ONE_A_ROW, lambda case: {"bool": case.mask(), "packed": packed(case.mask())},
-        **_tensor(lambda x: x[..., 1:], lambda x: x[:1, :2], lambda x: torch.stack((x, x))),
-    ),
-    "lengths": Argument(
-        _ONE_A_ROW, lambda case: {"int64": case.lengths(), "int32": case.lengths().int()},
-        **_rows(-1, V + 1, also_numbers=False, dtype=torch.float32),
-    ),
+    "mask": Argument(_ONE_A_ROW, lambda case: {"bool": case.mask(), "packed": packed(case.mask())},
+        **_tensor(lambda x: x[..., 1:], lambda x: x[:1, :2], lambda x: torch.stack((x, x)))),
+    "lengths": Argument(_ONE_A_ROW, lambda case: {"int64": case.lengths(), "int32": case.lengths().int()},
+        **_rows(-1, V + 1, also_numbers=False, dtype=torch.float32)),
     # What is wanted.
     "k": Argument(_PLAIN, lambda case: {"all": V}, **_INT, wrong_value=(0, -1, 2**70, beyond)),
     "normalize": Argument(_PLAIN, lambda case: {x: x for x in ("topk", "all")}, (None, 1), ("none",)),
     "kind": Argument(_PLAIN, lambda case: {x: x for x in ("log_softmax", "logits")}, (None, 1), ("state",)),
-    "tokens": Argument(
-        "groups devices errors", Case.given_tokens, **_tensor(lambda x: x[:1], lambda x: x[..., :0], lambda x: torch.full_like(x, V), dtype=torch.int32)
-    ),
+    "tokens": Argument("groups devices errors", Case.given_tokens,
+        **_tensor(lambda x: x[:1], lambda x: x[..., :0], lambda x: torch.full_like(x, V), dtype=torch.int32)),
     "ties": Argument("gradients errors", lambda case: {"last": "last"}, (None, 1), ("first",)),
     "start": Argument("groups gradients errors", lambda case: {"start": 7}, _NOT_INTS[:2], (-1, 2**62 + 1)),
     "dtype": Argument("dtensors errors", lambda case: {}, ("float32", 1), (torch.float16,)),

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the functions of contract.py, what they must give, in float64 by operations of torch, and the comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny transformers models with random weights, and the comparison of stock and fused generate()."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -15,9 +13,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fused_topk.generation import fused_decoding, statistics
+from rows import also as also
 
 transformers.logging.set_verbosity_error()
 
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 PAD, BOS, EOS = 0, 1, 5
 NAMES = ("gpt2", "llama", "t5", "bart", "whisper", "mixtral", "mamba")
 ENCODER_DECODERS = ("t5", "bart", "whisper")
@@ -36,35 +36,15 @@ SOUND = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 
 _CONFIGS = {
     "gpt2": ("GPT2", "LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}),
     "llama": ("Llama", "ForCausalLM", {**_DECODER, "intermediate_size": 64, "num_key_value_heads": 2}),
-    "mixtral": (
-        "Mixtral",
-        "ForCausalLM",
-        {**_DECODER, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
-    ),
+    "mixtral": ("Mixtral", "ForCausalLM",
+        {**_DECODER, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4}),
     "mamba": ("Mamba", "ForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
-    "t5": (
-        "T5",
-        "ForConditionalGeneration",
-        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0},
-    ),
-    "bart": (
-        "Bart",
-        "ForConditionalGeneration",
-        {**SHAPE_OF_BOTH, "max_position_embeddings": 96, "forced_eos_token_id": None},
-    ),
-    "whisper": (
-        "Whisper",
-        "ForConditionalGeneration",
-        {**SHAPE_OF_BOTH, **SOUND},
-    ),
-}
-
-
-def also(*more):
-    """These values of a parameter, for the exhaustive tier."""
-    return [
-        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.exhaustive) for each in more
-    ]
+    "t5": ("T5", "ForConditionalGeneration",
+        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0}),
+    "bart": ("Bart", "ForConditionalGeneration",
+        {**SHAPE_OF_BOTH, "max_position_embeddings": 96, "forced_eos_token_id": None}),
+    "whisper": ("Whisper", "ForConditionalGeneration", {**SHAPE_OF_BOTH, **SOUND}),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +95,14 @@ def masking(model, first: int, fill: float):
     copied = copy.deepcopy(model)
     copied.__class__ = type(f"Masking{type(model).__name__}", (type(model),), {"forward": forward})
     return copied
+
+
+def with_own_head(model):
+    """The model with another head: random embeddings of tokens that are read would choose themselves."""
+    head = torch.nn.Linear(32, 97, bias=False)
+    head.weight.data = torch.randn(97, 32, generator=torch.Generator().manual_seed(0)) * 0.4
+    model.set_output_embeddings(head)
+    return model
 
 
 def prompt_of_all(model, first: int):
@@ -243,16 +231,19 @@ TOLERANCE = 5e-5
 _OF_T5 = 2e-4
 
 
-def assert_whole(model, inputs=None, *, compile=False, **options):
+def assert_whole(model, inputs=None, *, compile=False, kinds=(), **options):
     """Stock and whole-step generate() agree, and every step of the latter was whole. Gives what stock gives.
 
     Args:
         compile: see `fused_decoding`.
+        kinds: of "compiled" and "captured", what every step was.
     """
     fused = functools.partial(fused_decoding, compile=compile)
     stock, given, steps = generate_both(model, inputs, fused=fused, **options)
     assert_same(stock, given, _OF_T5 if model.config.model_type == "t5" else TOLERANCE)
     assert not steps.reasons and steps.whole > 0 and steps.stock == 0, steps
+    of_kinds = {"compiled": steps.compiled, "captured": steps.captured}
+    assert not kinds or of_kinds == {kind: steps.whole * (kind in kinds) for kind in of_kinds}, steps
     return stock
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a group checks (test_distributed.py): the result of its columns is that of the whole vocabulary."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
@@ -134,14 +132,8 @@ def calls_that_come_to_differ_are_errors_everywhere(rank: int, size: int) -> Non
         "draws": [
             lambda s=s: distributed.sample(own, seed=0, **s)
             for s in (
-                {},
-                {"num_samples": 300},
-                {"kept": True},
-                {"top_k": 5},
-                {"top_k": 5, "top_p": 0.5},
-                {"top_k": 5, "topk": 80},
-                {"top_k": 5, "logprobs": "kept"},
-                {"top_p": 0.9},
+                {}, {"num_samples": 300}, {"kept": True}, {"top_k": 5}, {"top_k": 5, "top_p": 0.5},
+                {"top_k": 5, "topk": 80}, {"top_k": 5, "logprobs": "kept"}, {"top_p": 0.9},
             )
         ],
         "function": [
@@ -150,7 +142,7 @@ def calls_that_come_to_differ_are_errors_everywhere(rank: int, size: int) -> Non
             lambda: distributed.linear_topk(head[0], weight, 9),
             lambda: distributed.sample(own, seed=0, top_p=0.9),
         ],
-    }
+    }  # fmt: skip
     choice = random.Random(0)
     everything = [call for of_kind in calls.values() for call in of_kind]
     for of_kind in calls.values():

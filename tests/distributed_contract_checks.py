@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each of four processes checks over all functions and arguments of contract.py (test_distributed.py)."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

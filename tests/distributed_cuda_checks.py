@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a group checks, with a GPU of its own (test_distributed_cuda.py)."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from datetime import timedelta

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a group checks of an LM head's rows that they have between them (test_distributed.py)."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a group checks of draws from columns that they have between them (test_distributed.py)."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 import fused_topk
 from distributed_checks import columns, counted, frame
@@ -22,15 +18,10 @@ from exact_draws import (
     uniforms,
 )
 from fused_topk import distributed
+from processes import assert_equal_everywhere
 from rows import random_mask
 
 FOLDER = ""
-
-
-def assert_equal_everywhere(tokens: Tensor) -> None:
-    everywhere = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, tokens.contiguous())
-    assert all(torch.equal(each, tokens) for each in everywhere)
 
 
 def draws_of_exact_sums(rank: int, size: int) -> None:

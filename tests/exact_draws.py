@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows and settings that draws are tested with, and what is kept and drawn of them by exact sums."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUs that compile, load and launch nothing, but remember what they were asked for: for the host's part of the CUDA backend."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types

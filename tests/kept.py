@@ -4,8 +4,6 @@
 The folder is FUSED_TOPK_TEST_CACHE, or `fused_topk/tests` in the user's cache folder. It may be removed at any time.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every variant of a kernel that a launch can ask for, as NVRTC wants it named: what is compiled and emulated."""
 
-from __future__ import annotations
-
 import torch
 
 from choices import FULL_ROW_VARIANTS

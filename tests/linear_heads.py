@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LM heads for tests: hidden states and weights whose products add up exactly, and small pieces."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

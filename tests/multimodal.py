@@ -1,49 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models that read images and text, with random weights, and inputs for them."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 
 import torch
 import transformers
 
-from decoding import BOS, PAD, TOKENS, with_biases
+from decoding import BOS, PAD, TOKENS, VERSION, with_biases, with_own_head
 
 # Before the places of an image, each of them, and after it.
 BEGIN, IMAGE, VIDEO, END = 94, 95, 96, 93
 _TEXT = {
-    **TOKENS,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
+    **TOKENS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.3,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 _VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
     "patch_size": 4,
-}
+}  # fmt: skip
 _QWEN_VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-_IS_5 = int(transformers.__version__.split(".")[0]) >= 5
+    "depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
 _ROTARY = {"rope_type": "default", "type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-_QWEN_TEXT = {**_TEXT, "rope_parameters" if _IS_5 else "rope_scaling": _ROTARY}
+_QWEN_TEXT = {**_TEXT, "rope_parameters" if VERSION >= (5, 0) else "rope_scaling": _ROTARY}
 
 
 def _with_tower(name: str, vision: str, text: str, **options):
@@ -80,11 +61,7 @@ _CONFIGS = {
     "PaliGemma": (
         16,
         lambda: _with_tower(
-            "PaliGemma",
-            "SiglipVisionConfig",
-            "GemmaConfig",
-            projection_dim=32,
-            hidden_size=32,
+            "PaliGemma", "SiglipVisionConfig", "GemmaConfig", projection_dim=32, hidden_size=32,
             of_vision={"projection_dim": 32},
         ),
     ),
@@ -99,7 +76,7 @@ _CONFIGS = {
             num_position_embeddings=16,
         ),
     ),
-}
+}  # fmt: skip
 MULTIMODAL = [*_CONFIGS]
 
 
@@ -140,9 +117,7 @@ def encoder_of_images(decoder: str):
     for name, value in {**TOKENS, "decoder_start_token_id": BOS}.items():
         setattr(config, name, value)
         setattr(model.generation_config, name, value)
-    head = torch.nn.Linear(32, 97, bias=False)
-    head.weight.data = torch.randn(97, 32, generator=torch.Generator().manual_seed(0)) * 0.4
-    model.decoder.set_output_embeddings(head)
+    with_own_head(model.decoder)
     return with_biases(model, 0).eval()
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second NVRTC beside CuPy's: what driver.py calls of cupy.cuda.nvrtc, of a library loaded from its pip package."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs checks in several processes of this machine, which talk by Gloo or, each with a GPU of its own, by NCCL."""
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import multiprocessing
@@ -22,6 +20,12 @@ from kept import built, key
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports these once, for all processes that it forks.
 _CONTEXT.set_forkserver_preload(["pytest", "fused_topk.distributed", "torch._dynamo", "torch.distributed.tensor"])
+
+
+def assert_equal_everywhere(tokens: torch.Tensor) -> None:
+    everywhere = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, tokens.contiguous())
+    assert all(torch.equal(each, tokens) for each in everywhere)
 
 
 def run(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers for tests: random requests with all that can go wrong, and what must come of each, in float64."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable
@@ -65,14 +63,10 @@ def random_problem(turn: int, most_experts: int = 1024, **fixed: Any) -> RouterP
     mask = some(0.7) if draw.random() < 0.2 else None
     lengths = torch.randint(0, experts + 1, shape[:1], generator=generator) if draw.random() < 0.15 else None
     request: dict[str, Any] = {
-        "k": k,
-        "scoring": draw.choice(list(SCORINGS)),
-        "groups": groups,
-        "topk_groups": topk_groups,
-        "group_score": draw.choice(["top2", "max"]),
-        "renormalize": draw.random() < 0.5,
+        "k": k, "scoring": draw.choice(list(SCORINGS)), "groups": groups, "topk_groups": topk_groups,
+        "group_score": draw.choice(["top2", "max"]), "renormalize": draw.random() < 0.5,
         "scale": draw.choice([1.0, 2.5, 0.3]),
-    }
+    }  # fmt: skip
     return RouterProblem(LogitRows(x.to(dtype), mask=mask, lengths=lengths), bias, **{**request, **fixed})
 
 

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of logits that have broken top-k or softmax kernels, and the ways in which a tensor can lie in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from oracle import bits
 
 INF, NAN = float("inf"), float("nan")
+
+
+def also(*more: Any) -> list[Any]:
+    """These values of a parameter, for the exhaustive tier."""
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.exhaustive) for each in more
+    ]
 
 
 def random_logits(*shape: int, dtype: torch.dtype = torch.float32, device="cpu", seed: int = 0) -> Tensor:

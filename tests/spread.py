@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What log-probabilities, entropy and tail of given tokens must be, from whole logits in float64, and differentiable."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that break kernels: ties across the k-th place, infinities, NaNs, and the maximum in every place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from oracle import DTYPES, check, expected
-from rows import INF, NAN, adversarial_rows, random_logits
+from rows import INF, NAN, adversarial_rows, also, random_logits
 
 ENTRIES = ("log_softmax_topk", "softmax_topk", "topk")
 SHAPES = [
@@ -124,12 +125,8 @@ def test_row_topk_adversarial_rows_normalize(backend, entry, normalize, vocab_si
 
 
 # The plain tier has the flattest rows, whose sums have the most terms of one size.
-@pytest.mark.parametrize("offset", [1e4, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (0.0, -1e4))])
-@pytest.mark.parametrize(
-    "spread",
-    [1e-3, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (4.0, 200.0))],
-    ids=["flat", "normal", "peaked"],
-)
+@pytest.mark.parametrize("offset", [1e4, *also(0.0, -1e4)])
+@pytest.mark.parametrize("spread", [1e-3, *also(4.0, 200.0)], ids=["flat", "normal", "peaked"])
 def test_row_topk_accuracy_of_four_million(native, offset, spread):
     """The error bound holds on rows up to 4 million long."""
     logits = random_logits(1, 2**22, device=native.device) / 4 * spread + offset
@@ -150,3 +147,48 @@ def test_denormals_that_torch_flushes(backend, dtype, vocab_size, k):
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(got.cpu(), want)
+
+
+# Any row: the laws of the algebra, whatever the row, however it is cut or shuffled.
+
+
+# A fixture that only names a backend may be shared by the examples.
+SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+# Few distinct values make ties likely; the rest of the floats make everything else.
+levels = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, 80.0, -80.0, 1e4, -1e4, INF, -INF, NAN, 1e-42, -1e-42])
+numbers = st.floats(-100, 100, width=32) | levels
+rows = st.lists(numbers, min_size=1, max_size=80) | st.lists(st.sampled_from([0.0, -0.0, 1.0]), min_size=1, max_size=80)
+dtypes = st.sampled_from(list(DTYPES.values()))
+
+
+@st.composite
+def problems(draw) -> tuple[Tensor, int]:
+    """A row of any type, possibly long because it is repeated, and a k for it."""
+    row = torch.tensor(draw(rows)).repeat(draw(st.sampled_from([1, 1, 1, 7, 60]))).to(draw(dtypes))
+    return row, draw(st.integers(1, len(row)))
+
+
+@SETTINGS
+@given(problem=problems(), entry=st.sampled_from(["softmax_topk", "log_softmax_topk", "topk"]), data=st.data())
+def test_row_topk_of_any_row(backend, problem, entry, data):
+    row, k = problem
+    arguments = {}
+    if data.draw(st.booleans(), "masked"):
+        generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000), "seed of the mask"))
+        arguments["mask"] = (torch.rand(len(row), generator=generator) < 0.6).to(backend.device)
+    if entry != "topk":
+        arguments["normalize"] = data.draw(st.sampled_from(["allowed", "all", "topk"]), "normalize")
+        arguments["temperature"] = data.draw(st.sampled_from([1.0, 0.5, 2.0]), "temperature")
+    check(backend, entry, row.to(backend.device), k, **arguments)
+
+
+@SETTINGS
+@given(
+    row=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=200),
+    dtype=st.sampled_from(["fp16", "bf16"]),
+    data=st.data(),
+)
+def test_topk_of_any_bits(backend, row, dtype, data):
+    row = torch.tensor(row).to(torch.int16).view(DTYPES[dtype])
+    check(backend, "topk", row.to(backend.device), data.draw(st.integers(1, len(row))))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The laws of the files of csrc/algebra, on those files themselves: compiled by g++ and called through ctypes."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

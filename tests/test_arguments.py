@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every argument is checked, and every error has one form: `argument` rule, value; remedy."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.autocast: LM heads follow it as a linear layer does, and nothing else changes its result or its gradient."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

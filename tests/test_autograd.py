@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients, against finite differences in float64 and against autograd through torch's own operations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd import forward_ad

@@ -5,8 +5,6 @@ Accumulated log-probabilities of different beams may round to equal or swapped v
 respect to the log-probabilities that the same backend computes, and these are checked elsewhere against float64.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands of the benchmark."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

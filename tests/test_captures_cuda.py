@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A capture leaves the process as it was, whether or not it fails: generators, memory, streams, and other threads."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 
 import fused_topk
 from decoding import inputs_for, stats

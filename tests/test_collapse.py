@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leading dimensions folded into as few as their strides allow, and kernels kept for each device."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -5,8 +5,6 @@ Where a tool is missing the test is skipped, unless FUSED_TOPK_REQUIRE_COMPILERS
 names its script: then it fails.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

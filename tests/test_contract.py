@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each kind of contract.py that needs no other process, over all functions and arguments of the core."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -124,7 +122,7 @@ def test_values_and_gradients_of_other_dtypes(name, backend):
 
 @pytest.mark.parametrize("name", ["merge_states", "merge_topk"])
 def test_gradients_of_some_fields_of_states(backend, name):
-    """As with all of them learned, which test_merge_torch.py checks by finite differences."""
+    """As with all of them learned, which test_merge.py checks by finite differences."""
     case = Case()
     given = {"logits": case.logits(), "k": 5, "temperature": case.random(0.5, 2)}
     fields = ("logits", "m", "d")

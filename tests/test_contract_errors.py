@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every argument of every function is checked (contract.py), and every error has one form: `argument` must rule, value; remedy."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What torch sees of every function of contract.py: its operators, tensors without data, torch.compile, and torch.func.vmap."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a GPU can show: regimes, streams, graphs, devices, and tensors of more than 2^31 elements."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

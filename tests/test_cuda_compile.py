@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every CUDA kernel compiles for every supported architecture and spills no register. Needs NVRTC, but no GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

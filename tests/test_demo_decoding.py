@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main demo in small: a model of a few steps' training, decoded by stock and in whole steps on the CPU."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
@@ -37,15 +35,9 @@ compiled = importlib.import_module("fused_topk.generation.whole_step.compiled")
 transformers = importlib.import_module("transformers")
 CPU = torch.device("cpu")
 RECIPE = tiny_language_model.Recipe(
-    vocab_size=600,
-    text_bytes=60_000,
-    hidden_size=32,
-    layers=1,
-    sequences=2,
-    sequence_length=16,
-    noise_tokens=32,
+    vocab_size=600, text_bytes=60_000, hidden_size=32, layers=1, sequences=2, sequence_length=16, noise_tokens=32,
     steps=3,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -266,17 +258,11 @@ def test_distillation_says_what_is_too_much(tiny_model, monkeypatch, options, te
 @pytest.mark.parametrize(
     ("demo", "option", "value"),
     [
-        (distillation, "--k", 0),
-        (distillation, "--num-texts", 0),
-        (distillation, "--steps", -1),
-        (distillation, "--training-steps", 0),
-        (translation, "--beams", 0),
-        (translation, "--steps", -1),
-        (translation, "--model", "nowhere"),
-        (semantic_ids, "--steps", -1),
-        (semantic_ids, "--repeats", 0),
+        (distillation, "--k", 0), (distillation, "--num-texts", 0), (distillation, "--steps", -1),
+        (distillation, "--training-steps", 0), (translation, "--beams", 0), (translation, "--steps", -1),
+        (translation, "--model", "nowhere"), (semantic_ids, "--steps", -1), (semantic_ids, "--repeats", 0),
     ],
-)
+)  # fmt: skip
 def test_short_demos_refuse_numbers_that_are_too_small(demo, option, value):
     """And a model that is not on this disk."""
     from typer.testing import CliRunner

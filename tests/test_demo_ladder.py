@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """demos/ladder.py: measures, prints and draws, and refuses to time a wrong answer."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same row gives the same bits: run after run, in any batch, with any number of threads. And the same order on every backend."""
-
-from __future__ import annotations
+"""The same row gives the same bits: run after run, in any batch, with any number of threads, however it lies in memory."""
 
 from collections.abc import Callable
 
@@ -9,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import fused_topk
 from contract_results import flat
-from oracle import DTYPES, bits
-from rows import adversarial_rows, random_logits, random_mask
+from oracle import DTYPES, assert_same, assert_topk, bits, expected
+from rows import NAN, adversarial_rows, layouts, random_logits, random_mask, shifted
 
 # Of the last ones several threads, or blocks, share a row.
 VOCABS = (16, 40, 257, 1000, 5003, 32_000, 128_256, 300_007)
@@ -89,10 +86,77 @@ def test_any_number_of_threads(cpu, threads, dtype, rows):
                 assert_equal(got, results[0], (name, vocab_size))
 
 
-@pytest.mark.parametrize(("vocab_size", "k"), [(1000, 8), (40000, 20)])
-def test_row_topk_indices_are_the_same_on_every_backend(native, vocab_size, k):
-    """And so are the values of `topk`."""
-    logits = random_logits(4, vocab_size, dtype=torch.bfloat16)
-    want = native("topk", logits.to(native.device), k)
-    got = fused_topk.topk(logits, k, backend="reference")
-    assert torch.equal(got.indices, want.indices.cpu()) and torch.equal(bits(got.values), bits(want.values.cpu()))
+# However they lie in memory.
+
+
+ENTRIES = ("log_softmax_topk", "softmax_topk", "topk")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab_size", "k"), [(1, 1), (33, 5), (1000, 8), (1001, 33), (5003, 5), (40007, 100)])
+def test_row_topk_strides(backend, entry, dtype, vocab_size, k):
+    logits = random_logits(5, vocab_size, dtype=DTYPES[dtype], device=backend.device)
+    want = backend(entry, logits, k)
+    assert_topk(want, expected(entry, logits, k), logits, entry)
+    for name, view in layouts(logits):
+        try:
+            assert_same(backend(entry, view, k), want)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab_size", "k"), [(7, 2), (64, 5), (1000, 8), (4099, 5), (50257, 40)])
+def test_row_topk_start_addresses(native, dtype, vocab_size, k):
+    """The start of a view slides one element at a time over two 16-byte vectors."""
+    logits = random_logits(3, vocab_size, dtype=DTYPES[dtype], device=native.device)
+    want = native("log_softmax_topk", logits, k)
+    assert_topk(want, expected("log_softmax_topk", logits, k), logits, "log_softmax_topk")
+    for elements in range(32 // logits.element_size()):
+        view = shifted(logits, elements)
+        assert view.data_ptr() % 16 == elements * logits.element_size() % 16
+        try:
+            assert_same(native("log_softmax_topk", view, k), want)
+        except AssertionError as error:
+            raise AssertionError(f"{elements} elements after the boundary: {error}") from error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [7, 1000, 5003])
+def test_row_topk_start_address_between_elements(cpu, dtype, vocab_size):
+    """A view of bytes may start off the alignment of its own elements."""
+    logits = random_logits(3, vocab_size, dtype=DTYPES[dtype])
+    want = cpu("softmax_topk", logits, 5)
+    content = bytes(logits.flatten().view(torch.uint8).tolist())
+    for offset in (1, 2, 3, 5):
+        buffer = bytearray(offset) + bytearray(content)
+        view = torch.frombuffer(buffer, dtype=logits.dtype, offset=offset).view(logits.shape)
+        assert_same(cpu("softmax_topk", view, 5), want)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("vocab_size", [40, 3000])
+def test_row_topk_expanded(backend, entry, vocab_size):
+    row = random_logits(1, vocab_size, device=backend.device)
+    assert_same(backend(entry, row.expand(6, -1), 7), backend(entry, row.repeat(6, 1), 7))
+    column = random_logits(6, 1, device=backend.device)
+    assert_same(backend(entry, column.expand(-1, vocab_size), 7), backend(entry, column.repeat(1, vocab_size), 7))
+    number = random_logits(1, 1, 1, device=backend.device)
+    assert_same(backend(entry, number.expand(2, 3, vocab_size), 7), backend(entry, number.repeat(2, 3, vocab_size), 7))
+
+
+@pytest.mark.parametrize("normalize", ["allowed", "all"])
+def test_beam_topk_layouts(backend, normalize):
+    logits = random_logits(3, 4, 1003, device=backend.device)
+    scores = random_logits(3, 4, device=backend.device)
+    mask = random_mask(3, 4, 1003, device=backend.device)
+    want = backend("beam_topk", logits, scores, 9, mask=mask, normalize=normalize)
+    layouts_of_logits = [view.unflatten(0, (3, 4)) for _, view in layouts(logits.flatten(0, 1))]
+    layouts_of_logits.append(logits.transpose(0, 1).contiguous().transpose(0, 1))
+    for view in layouts_of_logits:
+        assert_same(backend("beam_topk", view, scores, 9, mask=mask, normalize=normalize), want)
+    assert_same(backend("beam_topk", logits, scores.t().contiguous().t(), 9, mask=mask, normalize=normalize), want)
+    wide = torch.full((3, 4, 2), NAN, device=backend.device)
+    wide[..., 1] = scores
+    assert_same(backend("beam_topk", logits, wide[..., 1], 9, mask=mask, normalize=normalize), want)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vocabulary over 1 to 4 processes on this machine. distributed_*checks.py have what each process checks."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

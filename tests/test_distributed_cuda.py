@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vocabulary over several GPUs of this machine, by NCCL. distributed_cuda_checks.py has what each process checks."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 

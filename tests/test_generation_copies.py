@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of an enabled model, files that it is saved in, and other patches of its methods."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -14,9 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 
 from decoding import OPTIONS, one_thread, run, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """fused_decoding(model) as it is without options: whole steps where they are quicker, transformers' loop elsewhere."""
 
-from __future__ import annotations
-
 import copy
 import logging
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import GenerationConfig
 
 from captured import as_on_a_gpu
@@ -18,7 +13,7 @@ from decoding import SmallerIndexFirst, inputs_for, one_thread, stats, tiny  # n
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry, head, reasons
 from fused_topk.generation.whole_step.head import Head
-from test_whole_step_rows import row_model
+from test_whole_step_models import row_model
 from whole_steps import family
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}

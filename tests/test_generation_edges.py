@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stock generate() accepts beyond the documented: the same result from the fused one, or the same error."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
@@ -97,48 +92,6 @@ def test_processors_that_a_models_own_method_gives(given, num_beams):
     model.__class__ = Own
     steps = assert_like_stock(lambda: {"num_beams": num_beams}, model)
     assert not steps.whole and list(steps.reasons) == [f"logits processors in a {type(given).__name__}"]
-
-
-def twice(self, input_ids, scores):
-    return scores * 2 - torch.arange(scores.shape[-1])
-
-
-@BEAMS
-def test_processors_with_a_call_of_somebody_elses(num_beams, monkeypatch):
-    monkeypatch.setattr(stock.SuppressTokensLogitsProcessor, "__call__", twice)
-    steps = assert_like_stock(lambda: {"num_beams": num_beams, "suppress_tokens": [8]})
-    assert steps.whole and not steps.stock
-
-
-@BEAMS
-@pytest.mark.parametrize(
-    "records", [{}, {"output_scores": True}, {"output_scores": True, "output_logits": True}], ids=len
-)
-@pytest.mark.parametrize(
-    "others",
-    [
-        {},
-        {"repetition_penalty": 1.2, "renormalize_logits": True},
-        {"logits_processor": [lambda ids, scores: scores * 2]},
-    ],
-    ids=["alone", "others", "foreign"],
-)
-def test_a_function_that_remembers_is_called_as_often_as_in_stock(records, others, num_beams):
-    logs = []
-
-    def options():
-        log = []
-        logs.append(log)
-
-        def function(batch, ids):
-            log.append((batch, ids.tolist()))
-            return range(8 + len(log) % 5, 200, 6)
-
-        return {"num_beams": num_beams, "prefix_allowed_tokens_fn": function, **records, **others}
-
-    others = {name: LogitsProcessorList(value) if type(value) is list else value for name, value in others.items()}
-    assert_like_stock(options)
-    assert logs[0] == logs[1] and len(logs[0]) == 6 * 2 * num_beams
 
 
 @BEAMS

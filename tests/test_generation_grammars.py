@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processors of grammar libraries: of xgrammar, where it is installed."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 from decoding import TOLERANCE, assert_same, generate_both, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import compiled
-from whole_steps import family, whole
+from whole_steps import compiling, family, traced_only, whole  # noqa: F401
 
 xgrammar = pytest.importorskip("xgrammar", reason="needs xgrammar: pip install xgrammar")
 hf = pytest.importorskip("xgrammar.contrib.hf")
 
 END = 3
-compiling = functools.partial(fused_decoding, compile=True)
 
 
 @functools.cache
@@ -64,8 +60,7 @@ def both(fused, batch=3, rule='root ::= ("ab" | "c" | "zy")+ ("q" | "r" | "s")*'
     ids=lambda options: "-".join(options),
 )
 @pytest.mark.parametrize("way", ["eager", "compiled"])
-def test_texts_of_a_grammar(way, options, monkeypatch):
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+def test_texts_of_a_grammar(way, options, traced):
     fused = {"eager": whole, "compiled": compiling}[way]
     stock, given, steps = both(fused, **options)
     assert_same(stock, given, TOLERANCE)

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """NaN and infinities in a model's logits, such as float16 gives when it overflows: the tokens that stock generate() chooses."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import TemperatureLogitsWarper
 
 from decoding import EOS, SmallerIndexFirst, inputs_for, one_thread, stats, tiny  # noqa: F401
@@ -22,13 +17,9 @@ VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 SOME = lambda hidden: hidden[..., :1] > 0  # noqa: E731
 EVERY = lambda hidden: hidden[..., :1] == hidden[..., :1]  # noqa: E731
 PLACES = {
-    "some": (SOME, slice(20, None, 3)),
-    "one": (SOME, slice(77, 78)),
-    "first": (SOME, slice(0, 1)),
-    "row": (SOME, slice(None)),
-    "all": (EVERY, slice(None)),
-    "last": (EVERY, slice(-1, None)),
-}
+    "some": (SOME, slice(20, None, 3)), "one": (SOME, slice(77, 78)), "first": (SOME, slice(0, 1)),
+    "row": (SOME, slice(None)), "all": (EVERY, slice(None)), "last": (EVERY, slice(-1, None)),
+}  # fmt: skip
 OPTIONS = {
     "none": {},
     "bad words": {"bad_words_ids": [[20], [23], [77], [0]]},

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities in compact form: of given texts, of next tokens, and of the steps of generate()."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from contract_results import flat
 from decoding import DTYPES, PAD, inputs_for, one_thread, tiny  # noqa: F401

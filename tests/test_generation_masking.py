@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that mask logits of their own: of a padded vocabulary, of tokens that stand for images. Stock and fused agree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 
 from decoding import FILLS, assert_whole, is_likely, masking, one_thread, prompt_of_all  # noqa: F401
 from fused_topk.generation import fused_decoding

@@ -2,8 +2,6 @@
 """Blocks, enable() and single calls of one model that overlap in threads and tasks: each gets what it asks for, and the
 model is as it was afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import random
@@ -13,8 +11,6 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import OPTIONS, inputs_for, one_thread, own_model, run, stats  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding
@@ -258,32 +254,6 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
     assert torch.equal(decode(model), expected)
 
 
-def test_blocks_of_two_threads_have_their_own_options_and_records(model, expected):
-    gate = threading.Barrier(2, timeout=60)
-    found = {}
-
-    def work(k):
-        with fused_decoding(model, topk_per_step=k) as given:
-            gate.wait()
-            tokens = decode(model)
-            gate.wait()
-            found[k] = tokens, [step.values.shape[1] for step in given.topk]
-            # One leaves before the other decodes again.
-            if k == 2:
-                gate.wait()
-                found["second"] = decode(model)
-        if k == 1:
-            gate.wait()
-
-    with left_as_it_was(model), ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(work, k) for k in (1, 2)]:
-            each.result()
-    assert stats(reset=True)[:3] == (3 * STEPS, 0, {})
-    assert all(torch.equal(each, expected) for each in (found[1][0], found[2][0], found["second"]))
-    assert found[1][1] == [1] * STEPS
-    assert found[2][1] == [2] * STEPS
-
-
 def test_cancelled_tasks_leave_no_trace(model):
     async def work():
         with fused_decoding(model):
@@ -314,21 +284,3 @@ def test_a_block_does_not_change_the_options_of_other_threads(model):
         assert not block.topk
         decode(model)
         assert len(block.topk) == STEPS
-
-
-def test_threads_are_apart(model):
-    expected, _ = run(model, num_beams=3)
-    found = {}
-
-    def work(name):
-        found[name] = decode(model, num_beams=3)
-
-    with fused_decoding(model):
-        stats(reset=True)
-        workers = [threading.Thread(target=work, args=(name,)) for name in range(3)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        assert stats(reset=True)[:3] == (18, 0, {})
-    assert all(torch.equal(each, expected) for each in found.values()) and len(found) == 3

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random generate() calls in the manner of users: texts, scores and the generator's state are stock's, and nearly all are served."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from decoding import SmallerIndexFirst, inputs_for, one_thread, stats  # noqa: F401
+from decoding import SmallerIndexFirst, also, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import FusedTopKLogitsProcessor, disable, enable
-from test_whole_step_rows import row_model
+from test_whole_step_models import row_model
 from whole_steps import SERVED, SERVED_WITH_SOURCE, encoder_decoder, family, source_for
 
 # What gives texts that lie a rounding apart is not compared: see decoding.stock_gap().
@@ -92,7 +87,7 @@ def run(model, inputs, options, seed):
     return result, torch.get_rng_state(), order.gap
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 13))])
+@pytest.mark.parametrize("seed", [0, *also(*range(1, 13))])
 def test_random_calls(seed):
     transformers.logging.set_verbosity_error()
     pick, served, calls = random.Random(seed), 0, 40

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """fuse_routers(): every class of its table against the class itself, and models whose routers it serves or leaves alone."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re
@@ -13,27 +11,14 @@ import torch
 import transformers
 from torch import nn
 
-from decoding import one_thread  # noqa: F401
+from decoding import VERSION, one_thread  # noqa: F401
 from fused_topk.generation import fuse_routers, routers
 
 CONFIG = SimpleNamespace(
-    hidden_size=32,
-    num_experts=16,
-    num_local_experts=16,
-    n_routed_experts=16,
-    num_experts_per_tok=4,
-    moe_topk=4,
-    n_group=4,
-    topk_group=2,
-    norm_topk_prob=True,
-    routed_scaling_factor=2.5,
-    topk_method="group_limited_greedy",
-    moe_norm_min=1e-12,
-    scoring_func="sigmoid",
-    moe_num_experts=16,
-    moe_k=4,
-)
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+    hidden_size=32, num_experts=16, num_local_experts=16, n_routed_experts=16, num_experts_per_tok=4, moe_topk=4,
+    n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5, topk_method="group_limited_greedy",
+    moe_norm_min=1e-12, scoring_func="sigmoid", moe_num_experts=16, moe_k=4,
+)  # fmt: skip
 
 
 # One of each form. The others are of the same code.

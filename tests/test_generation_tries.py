@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TrieLogitsProcessor: generate() gives what it gives with a prefix_allowed_tokens_fn that reads the same items."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random
@@ -10,9 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers.generation import logits_process as stock
 
 from captured import Waits, graphs_of

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What compilers make for the tests is kept, and made anew when anything that it follows from changes."""
 
-from __future__ import annotations
-
 import os
 import time
 

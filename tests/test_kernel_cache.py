@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled kernels on disk: what is damaged or not ours is never loaded, and mended by compiling."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -64,15 +62,9 @@ def damages(whole: bytes) -> dict[str, bytes]:
     header = kernel_cache._HEADER.size
     flipped = {f"bit of byte {i}": whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in range(len(whole))}
     return {
-        "empty": b"",
-        "half a header": whole[: header // 2],
-        "header alone": whole[:header],
-        "truncated": whole[:-1],
-        "longer": whole + b"\0",
-        "zeros": bytes(len(whole)),
-        "no header": whole[header:],
-        **flipped,
-    }
+        "empty": b"", "half a header": whole[: header // 2], "header alone": whole[:header], "truncated": whole[:-1],
+        "longer": whole + b"\0", "zeros": bytes(len(whole)), "no header": whole[header:], **flipped,
+    }  # fmt: skip
 
 
 def test_what_is_damaged_is_not_loaded(folder):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How rows are laid over a GPU: the pure function that decides it, tested without one."""
 
-from __future__ import annotations
-
 import itertools
 import re
 
@@ -36,37 +34,20 @@ def problems():
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "k", "itemsize", "regime"),
     [
-        (4096, 128, 8, 4, "router rows"),
-        (1, 200, 5, 2, "router rows"),
-        (37, 256, 9, 2, "short rows"),
-        (37, 256, 32, 4, "short rows"),
-        (37, 256, 33, 4, "block per row"),
-        (37, 257, 32, 4, "warp per row"),
-        (37, 1024, 32, 2, "warp per row"),
-        (37, 1024, 64, 2, "block per row"),
-        (4000, 4000, 5, 4, "warp per row"),
-        (4000, 24576, 5, 4, "warp per row"),
-        (4000, 24580, 8, 4, "block per row"),
-        (4000, 24581, 8, 4, "warp per row"),
-        (4000, 61440, 9, 4, "warp per row"),
-        (4000, 61441, 9, 4, "block per row"),
-        (4000, 61440, 64, 2, "warp per row"),
-        (4000, 128256, 8, 2, "block per row"),
-        (264, 2000, 8, 4, "warp per row"),
-        (263, 2000, 8, 4, "block per row"),
-        (264, 2000, 32, 4, "block per row"),
-        (528, 25000, 8, 4, "block per row"),
-        (1584, 32000, 8, 2, "warp per row"),
-        (1583, 32000, 8, 2, "block per row"),
-        (1188, 8000, 50, 4, "warp per row"),
-        (1187, 8000, 50, 4, "block per row"),
-        (4000, 100, 100, 4, "block per row"),
-        (4000, 25000, 300, 4, "block per row"),
-        (1, 128256, 8, 2, "split row"),
-        (64, 128256, 8, 2, "split row"),
+        (4096, 128, 8, 4, "router rows"), (1, 200, 5, 2, "router rows"), (37, 256, 9, 2, "short rows"),
+        (37, 256, 32, 4, "short rows"), (37, 256, 33, 4, "block per row"), (37, 257, 32, 4, "warp per row"),
+        (37, 1024, 32, 2, "warp per row"), (37, 1024, 64, 2, "block per row"), (4000, 4000, 5, 4, "warp per row"),
+        (4000, 24576, 5, 4, "warp per row"), (4000, 24580, 8, 4, "block per row"),
+        (4000, 24581, 8, 4, "warp per row"), (4000, 61440, 9, 4, "warp per row"),
+        (4000, 61441, 9, 4, "block per row"), (4000, 61440, 64, 2, "warp per row"),
+        (4000, 128256, 8, 2, "block per row"), (264, 2000, 8, 4, "warp per row"), (263, 2000, 8, 4, "block per row"),
+        (264, 2000, 32, 4, "block per row"), (528, 25000, 8, 4, "block per row"), (1584, 32000, 8, 2, "warp per row"),
+        (1583, 32000, 8, 2, "block per row"), (1188, 8000, 50, 4, "warp per row"),
+        (1187, 8000, 50, 4, "block per row"), (4000, 100, 100, 4, "block per row"),
+        (4000, 25000, 300, 4, "block per row"), (1, 128256, 8, 2, "split row"), (64, 128256, 8, 2, "split row"),
         (8, 128256, 1000, 4, "split row"),
     ],
-)
+)  # fmt: skip
 def test_choose_regime(rows, vocab_size, k, itemsize, regime):
     """On an H200 (132 multiprocessors)."""
     assert choose(rows, vocab_size, k, itemsize, 132).regime == regime
@@ -75,25 +56,12 @@ def test_choose_regime(rows, vocab_size, k, itemsize, regime):
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "k", "warps", "splits"),
     [
-        (1, 128256, 8, 16, 8),
-        (8, 50257, 50, 16, 4),
-        (16, 151936, 20, 16, 8),
-        (96, 50257, 20, 16, 1),
-        (132, 32768, 64, 16, 1),
-        (132, 262144, 64, 16, 1),
-        (133, 262144, 64, 8, 1),
-        (133, 262144, 65, 16, 1),
-        (66, 262144, 8, 16, 2),
-        (67, 262144, 8, 16, 1),
-        (64, 128256, 1024, 16, 2),
-        (1, 32768, 8, 16, 1),
-        (1, 32769, 8, 16, 3),
-        (1, 8192, 32, 8, 1),
-        (1, 8193, 32, 16, 1),
-        (1, 8192, 33, 16, 1),
-        (4000, 4000, 5, 1, 1),
+        (1, 128256, 8, 16, 8), (8, 50257, 50, 16, 4), (16, 151936, 20, 16, 8), (96, 50257, 20, 16, 1),
+        (132, 32768, 64, 16, 1), (132, 262144, 64, 16, 1), (133, 262144, 64, 8, 1), (133, 262144, 65, 16, 1),
+        (66, 262144, 8, 16, 2), (67, 262144, 8, 16, 1), (64, 128256, 1024, 16, 2), (1, 32768, 8, 16, 1),
+        (1, 32769, 8, 16, 3), (1, 8192, 32, 8, 1), (1, 8193, 32, 16, 1), (1, 8192, 33, 16, 1), (4000, 4000, 5, 1, 1),
     ],
-)
+)  # fmt: skip
 def test_choose_warps_and_splits(rows, vocab_size, k, warps, splits):
     """Warps of a block, and blocks of a row, on an H200, of either size of a logit."""
     for itemsize in (2, 4):
@@ -104,20 +72,11 @@ def test_choose_warps_and_splits(rows, vocab_size, k, warps, splits):
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "k", "lead"),
     [
-        (4000, 256, 8, 0),
-        (4000, 1024, 8, 0),
-        (4000, 2048, 8, 2),
-        (4000, 25000, 64, 2),
-        (256, 128256, 8, 5),
-        (1, 8192, 8, 0),
-        (1, 16384, 8, 0),
-        (1, 32000, 8, 9),
-        (1, 128256, 8, 0),
-        (64, 128256, 1024, 9),
-        (128, 2**20, 5, 9),
-        (128, 2**20 + 1, 5, 0),
+        (4000, 256, 8, 0), (4000, 1024, 8, 0), (4000, 2048, 8, 2), (4000, 25000, 64, 2), (256, 128256, 8, 5),
+        (1, 8192, 8, 0), (1, 16384, 8, 0), (1, 32000, 8, 9), (1, 128256, 8, 0), (64, 128256, 1024, 9),
+        (128, 2**20, 5, 9), (128, 2**20 + 1, 5, 0),
     ],
-)
+)  # fmt: skip
 def test_last_tiles_come_first_where_a_warp_reads_several(rows, vocab_size, k, lead):
     assert choose(rows, vocab_size, k, 2, 132).lead == lead
 

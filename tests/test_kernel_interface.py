@@ -2,8 +2,6 @@
 """What Python and csrc/ must agree on, compared by a C++ compiler: the arguments field by field, numbers,
 and shared memory."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from collections.abc import Iterable
@@ -153,39 +151,31 @@ def test_numbers_are_those_of_the_kernels(itemsize):
     assert failures(kernel, mirrored(itemsize)) == ""
 
 
-@pytest.mark.parametrize("dtype", launch.FORMATS, ids=str)
-def test_blocks_of_pieces(dtype):
-    reader = f"pieces::PieceReader<{launch.FORMATS[dtype]}>::Type"
-    claims = [
+NUMBERS = {
+    kernel_arguments.Piece: [
         f"pieces::kRowsPerBlock == {launch.PIECE_ROWS_PER_BLOCK}",
-        f"pieces::kRowsPerBlock * {reader}::Stream::kWarpVectors * sizeof(Vector) == {launch.piece_shared_bytes(dtype)}",
-    ]
-    assert failures(KERNEL_OF[kernel_arguments.Piece], claims) == ""
-
-
-def test_numbers_of_routers():
-    claims = [
+        *(
+            f"pieces::kRowsPerBlock * pieces::PieceReader<{name}>::Type::Stream::kWarpVectors * sizeof(Vector)"
+            f" == {launch.piece_shared_bytes(dtype)}"
+            for dtype, name in launch.FORMATS.items()
+        ),
+    ],
+    kernel_arguments.Routing: [
         f"routers::kMostExperts == {router_launch.MOST_EXPERTS} && routers::kMostChosen == {router_launch.MOST_CHOSEN}",
         f"routers::kTokensOfBlock == {router_launch.CHOICE.rows_per_block}",
-        *(
-            f"routers::k{name} == {router_launch.SCORINGS[name.lower()]}"
-            for name in ("Softmax", "Sigmoid", "SqrtSoftplus")
-        ),
-    ]
-    assert failures(KERNEL_OF[kernel_arguments.Routing], claims) == ""
-
-
-def test_blocks_of_ranks():
-    claims = [f"ranks::kThreads == {launch.RANK_THREADS}"]
-    assert failures(KERNEL_OF[kernel_arguments.TargetRanks], claims) == ""
-
-
-def test_blocks_of_gradients():
-    claims = [
+        *(f"routers::k{x} == {router_launch.SCORINGS[x.lower()]}" for x in ("Softmax", "Sigmoid", "SqrtSoftplus")),
+    ],
+    kernel_arguments.TargetRanks: [f"ranks::kThreads == {launch.RANK_THREADS}"],
+    kernel_arguments.LogitGradients: [
         f"gradients::kThreads == {launch.GRADIENT_THREADS}",
         f"gradients::kSpanVectors * sizeof(Vector) == {launch.GRADIENT_SPAN_BYTES}",
-    ]
-    assert failures(KERNEL_OF[kernel_arguments.LogitGradients], claims) == ""
+    ],
+}
+
+
+@pytest.mark.parametrize("structure", NUMBERS, ids=lambda structure: structure.__name__)
+def test_numbers_of_other_kernels(structure):
+    assert failures(KERNEL_OF[structure], NUMBERS[structure]) == ""
 
 
 def test_launches_of_attention():

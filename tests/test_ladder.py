@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every rung of the ladder against float64: on the CPU, on the emulated machine, and on a GPU where there is one."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

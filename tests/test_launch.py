@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What launching does on the host, shown without a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows with lengths: what the same rows give with -inf from their lengths on, whatever lies there."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks in both forms, and what the probabilities are relative to."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of a row's parts, and their merge: equal to the unsharded call, whatever the parts."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -13,8 +11,10 @@ from torch import Tensor
 import fused_topk
 from fused_topk import TopK, TopKState
 from fused_topk.operators.merging import merge_parts
+from fused_topk.rows import LogitRows
 from oracle import DTYPES, VALUES_OF, assert_same, assert_topk, expected
 from rows import INF, NAN, adversarial_rows, packed, random_logits, random_mask
+from test_autograd import distinct
 
 ENTRIES = tuple(VALUES_OF)
 # Where a row of 300 is cut: in halves, unequally, into tokens of their own, with parts that are shorter than k.
@@ -219,3 +219,57 @@ def test_missing_candidates_are_marked(backend):
     lengths = torch.tensor([2, 1], dtype=torch.int32, device=backend.device)
     best, tokens, _ = merge_parts(logits, indices, m, d, lengths, 4, 1.0, None, "logits", "allowed", backend.name)
     assert best.tolist() == [[1.0, 0.0, -INF, -INF]] and tokens.tolist() == [[0, 1, 2, -1]]
+
+
+# As citizens of torch.
+
+
+@pytest.mark.parametrize("values", ["softmax", "log_softmax", "logits", "state"])
+@pytest.mark.parametrize("normalize", ["allowed", "topk"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"], ids=str)
+def test_merge_gradcheck(values, normalize, temperature):
+    """With respect to the candidates and to (m, d) of every part, as if these were independent."""
+    t = torch.tensor([0.6, 1.7], dtype=torch.float64) if temperature == "rows" else temperature
+    parts = states(lambda entry, *a, **kw: getattr(fused_topk, entry)(*a, **kw), distinct(2, 9).detach(), 3, [3, 5])
+
+    def run(*tensors):
+        live = [part._replace(logits=a, m=b, d=c) for part, a, b, c in zip(parts, *[iter(tensors)] * 3, strict=True)]
+        if values == "state":
+            return (
+                fused_topk.merge_states(live, 4, temperature=t)[:4:2]
+                + fused_topk.merge_states(live, 4, temperature=t)[3:]
+            )
+        result = fused_topk.merge_topk(live, 4, kind=values, temperature=t, normalize=normalize)
+        return result.values, result.logsumexp
+
+    inputs = [x.clone().requires_grad_() for part in parts for x in (part.logits, part.m, part.d)]
+    torch.autograd.gradcheck(run, inputs)
+
+
+def test_a_hidden_token_passes_on_no_gradient(backend):
+    """Where fewer tokens are allowed than k, hidden ones are among the candidates, with the constant -inf."""
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=backend.device, requires_grad=True)
+    mask = torch.tensor([True, False, False, False], device=backend.device)
+    state = backend("topk_state", logits, 3, mask=mask)
+    merged = fused_topk.merge_topk([state], 3, kind="logits", backend=backend.name)
+    for values in (backend("topk", logits, 3, mask=mask).values, state.logits, merged.values):
+        (gradient,) = torch.autograd.grad(values, logits, torch.ones_like(values), retain_graph=True)
+        assert gradient.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_gradient_of_lists_of_one_entry_warns_of_nothing(backend):
+    logits = random_logits(3, 8, device=backend.device).requires_grad_()
+    parts = [backend("topk_state", part, 1, start=start) for part, start in ((logits[:, :4], 0), (logits[:, 4:], 4))]
+    fused_topk.merge_topk(parts, 1, kind="logits", backend=backend.name).values.sum().backward()
+    assert torch.equal(logits.grad, torch.nn.functional.one_hot(logits.argmax(-1), 8).float())
+
+
+def test_what_an_operator_must_not_be_given(backend):
+    """What no public function passes on: it would be read as something else, or not at all."""
+    logits = random_logits(3, 40, device=backend.device)
+    of_rows = torch.ones(3, dtype=torch.float64, device=backend.device)
+    with pytest.raises(TypeError, match=r"`row_temperature` must be torch\.float32"):
+        torch.ops.fused_topk.row_topk(
+            *LogitRows(logits, row_temperature=of_rows), 4, "softmax", "allowed", backend.name
+        )

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Citizenship of torch: operators, fake tensors, torch.compile, inference mode, threads."""
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_topk
 from fused_topk import TopK
@@ -136,21 +133,3 @@ def test_row_topk_from_many_threads(native):
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(work, number) for number in range(16)]:
             future.result()
-
-
-def test_modes_see_every_operator(backend):
-    """A plain call goes past torch's dispatcher, which must not be so where something listens there."""
-    seen = []
-
-    class Listener(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    logits = random_logits(2, 3, 40, device=backend.device)
-    with Listener():
-        for entry in ENTRIES:
-            backend(entry, logits, 4)
-        backend("beam_topk", logits, torch.zeros(2, 3, device=backend.device), 4)
-    assert seen.count(torch.ops.fused_topk.row_topk.default) == len(ENTRIES)
-    assert seen.count(torch.ops.fused_topk.beam_topk.default) == 1

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of torch that are not public may go with any version: without each of them the package works as it does with it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 """What README.md and docs/ show is what happens: their Python blocks run, and print what the text says they print.
 Published figures are those of the runs."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

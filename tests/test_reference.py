@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference against the contract, by an oracle in numpy (extended precision) that shares no code with it."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -59,19 +57,6 @@ def test_reference_mask(entry, normalize, form, share):
         _assert_row(of_row, row, name, k, values=values, normalize=normalize, allowed=mask[i].numpy())
 
 
-@pytest.mark.parametrize("temperature", [0.25, 0.7, 1.0, 3.0])
-@pytest.mark.parametrize("normalize", NORMALIZE)
-def test_reference_temperature(temperature, normalize):
-    logits = random_logits(4, 500)
-    by_number = expected("log_softmax_topk", logits, 9, temperature=temperature, normalize=normalize)
-    per_row = torch.tensor([temperature, 1.0, 2.0, temperature], dtype=torch.float64)
-    by_row = expected("log_softmax_topk", logits, 9, temperature=per_row, normalize=normalize)
-    for i in range(4):
-        settings = {"values": "log_softmax", "normalize": normalize}
-        _assert_row(TopK(*(f[i] for f in by_number)), logits[i], "", 9, temperature=temperature, **settings)
-        _assert_row(TopK(*(f[i] for f in by_row)), logits[i], "", 9, temperature=float(per_row[i]), **settings)
-
-
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_reference_row_temperature_not_positive(temperature):
     logits = random_logits(2, 50)
@@ -88,32 +73,6 @@ def test_reference_topk_values_are_copies(dtype):
     logits = torch.stack(list(adversarial_rows(90, k, dtype).values()))
     got = expected("topk", logits, k)
     assert torch.equal(bits(got.values), bits(logits).gather(-1, got.indices))
-
-
-@pytest.mark.parametrize("normalize", ["allowed", "all"])
-@pytest.mark.parametrize("beams", [1, 2, 5])
-def test_reference_beam_topk(normalize, beams):
-    """In float64 there are no near ties: the definition of beam_topk can be taken literally."""
-    batch, vocab_size, k = 3, 101, 20
-    logits = random_logits(batch, beams, vocab_size, dtype=torch.float64)
-    logits[0, 0, 3] = logits[0, 0, 9] = 40.0
-    mask = random_mask(batch, beams, vocab_size)
-    scores = random_logits(batch, beams, dtype=torch.float64, seed=1)
-    if beams > 1:
-        scores[1, 0] = -torch.inf
-    out = _beam_out(batch, beams, k, torch.float64)
-    operators.row_topk.reference_of_beams(
-        problem_of("log_softmax_topk", logits, k, mask=mask, normalize=normalize), scores, out
-    )
-    masked = logits.masked_fill(~mask, -torch.inf)
-    log_probs = masked - (logits if normalize == "all" else masked).logsumexp(-1, keepdim=True)
-    flat = (log_probs + scores.unsqueeze(-1)).flatten(1)
-    want = [np.lexsort((np.arange(flat.shape[1]), -flat[i].numpy()))[:k] for i in range(batch)]
-    for i in range(batch):
-        finite = out.values[i].isfinite()
-        np.testing.assert_array_equal(out.indices[i][finite], want[i][finite])
-        torch.testing.assert_close(out.values[i], flat[i][out.indices[i]], rtol=1e-12, atol=1e-12)
-        assert out.indices[i].unique().numel() == k
 
 
 def test_reference_beam_topk_order_of_equal_values():

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call whose plan is kept from an earlier one: what differs must be seen, and what each call must look at anew."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

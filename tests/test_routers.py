@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """router_topk: its rules, in float64 and one row after another; equal bits on every backend; and all that torch sees of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -87,21 +85,6 @@ def router(backend, p: RouterProblem, index_dtype=torch.int64) -> RouterTopK:
     return fused_topk.router_topk(
         rows.logits, k, bias=bias, mask=mask, **settings, index_dtype=index_dtype, backend=backend.name
     )
-
-
-def test_of_deepseek_v3(backend):
-    """Its operations, as transformers has them, on rows without ties."""
-    x, bias = random_logits(64, 256, device=backend.device), some_bias(256, backend.device)
-    got = fused_topk.router_topk(x, 8, bias=bias, **GROUPED, backend=backend.name)
-    scores = x.sigmoid()
-    choice = scores + bias
-    of_groups = choice.view(64, 8, 32).topk(2).values.sum(-1)
-    kept = torch.zeros_like(of_groups).scatter(1, of_groups.topk(4).indices, 1).bool()
-    choice = choice.masked_fill(~kept.repeat_interleave(32, 1), -INF)
-    experts = choice.topk(8).indices
-    weights = scores.gather(1, experts)
-    assert torch.equal(got.experts, experts)
-    torch.testing.assert_close(got.weights, weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, rtol=2e-6, atol=0)
 
 
 def test_saturated_scores_tie_by_index(backend):

@@ -6,8 +6,6 @@ sum gives for it. A draw may be another one only if its number is within `NEAR` 
 to statistics is that the numbers are uniform and independent.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -31,7 +29,7 @@ from exact_draws import (
 )
 from fused_topk.backends import philox
 from fused_topk.functional import sampling
-from rows import INF, NAN, packed, random_logits, random_mask
+from rows import INF, NAN, also, packed, random_logits, random_mask
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
@@ -51,16 +49,7 @@ def test_a_number_draws_the_token_of_the_exact_sums(backend, name, vocab_size, d
     check_kept(again.kept, logits, settings)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("whole", "top_p"),
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ("top_p_of_almost_all", "min_p_of_little", "usual", "many")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["whole", "top_p", *also("top_p_of_almost_all", "min_p_of_little", "usual", "many")])
 def test_long_rows(backend, name):
     """What top-p keeps of flat rows is far longer than any list."""
     settings = SETTINGS[name]
@@ -78,10 +67,7 @@ def test_long_rows(backend, name):
     [
         (3000, torch.float32),
         (20_000, torch.bfloat16),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in ((9001, torch.float16), (128_256, torch.float32), (262_144, torch.bfloat16))
-        ),
+        *also((9001, torch.float16), (128_256, torch.float32), (262_144, torch.bfloat16)),
     ],
     ids=str,
 )
@@ -340,9 +326,7 @@ def chi_square_tail(statistic: float, degrees: int) -> float:
     return float(torch.special.gammaincc(torch.tensor(degrees / 2).double(), torch.tensor(statistic / 2).double()))
 
 
-@pytest.mark.parametrize(
-    "varied", ["seed", "counter", *(pytest.param(part, marks=pytest.mark.exhaustive) for part in ("sample", "stream"))]
-)
+@pytest.mark.parametrize("varied", ["seed", "counter", *also("sample", "stream")])
 def test_numbers_are_uniform_and_independent(varied):
     """Whatever part of the name is counted up: Kolmogorov-Smirnov, and pairs of neighbours in a grid (chi-square)."""
     n = 1 << 20

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sample(noise=...): the token with the greatest p_i / noise_i, which torch.multinomial draws of the same numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from fused_topk.functional import sampling
 from fused_topk.operators.sampling import plan_of as plan_of_sample
 from fused_topk.problem import SampleProblem
 from fused_topk.rows import LogitRows
-from rows import INF, NAN, packed, random_logits, random_mask
+from rows import INF, NAN, also, packed, random_logits, random_mask
 
 # What log p - log noise may be off by in float32, where it is at most 2^5 or so for the winner.
 OFF = 2.0**-18
@@ -88,13 +86,8 @@ def test_each_row_has_its_own_parameters_and_tokens(backend):
         check_winners(got.tokens, noise, logits, settings, allowed)
 
 
-EACH_WARPER = pytest.mark.parametrize(
-    "name",
-    [
-        *("whole", "usual", "all"),
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("temperature", "top_k", "top_p", "min_p")),
-    ],
-)
+OF_WARPERS = ["whole", "usual", "all", *also("temperature", "top_k", "top_p", "min_p")]
+EACH_WARPER = pytest.mark.parametrize("name", OF_WARPERS)
 
 
 def warped(logits: Tensor, settings: dict) -> Tensor:

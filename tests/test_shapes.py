@@ -5,8 +5,6 @@ Both tiers together take, for every type, size and k, one number of rows and one
 settings meets somewhere. The plain tier takes a share of these cases. `-m all_shapes` takes the whole product.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import NamedTuple
@@ -24,14 +22,6 @@ KS = (1, 2, 5, 8, 31, 32, 33, 64, 128, 1000, "V")
 ROWS = (0, 1, 3, 37, 199, 4096)
 
 
-def _shared(cases: list[Case], period: int) -> list:
-    """Of each `period` cases one is in the plain tier, a step further in each."""
-    return [
-        case if (i + i // period) % period == 0 else pytest.param(case, marks=pytest.mark.exhaustive)
-        for i, case in enumerate(cases)
-    ]
-
-
 class Case(NamedTuple):
     entry: str
     dtype: str
@@ -41,6 +31,14 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.entry}-{self.dtype}-rows{self.rows}-V{self.vocab_size}-k{self.k}"
+
+
+def _shared(cases: list[Case], period: int) -> list:
+    """Of each `period` cases one is in the plain tier, a step further in each."""
+    return [
+        case if (i + i // period) % period == 0 else pytest.param(case, marks=pytest.mark.exhaustive)
+        for i, case in enumerate(cases)
+    ]
 
 
 def _rows_of(vocab_size: int, max_elements: int) -> list[int]:

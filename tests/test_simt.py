@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of csrc/ themselves, on the emulated machine (tests/simt/README.md) and, where there is one, on a GPU."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from types import SimpleNamespace
@@ -22,15 +20,13 @@ from fused_topk.layout.topk_choice import KernelChoice, choose
 from fused_topk.problem import TopkProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, assert_topk, expected
-from rows import INF, adversarial_rows, random_logits
-from simt import build, sanitized
+from rows import INF, adversarial_rows, also, random_logits
+from simt import sanitized
 from simt.cases import Case, Laid, check, kernel_of
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result, row_topk
 from test_beam import check_beams, infinite_beams, unequal_beams
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
 # a vector, a lane, what 8 lanes hold, 8, 16 and 32 lanes, a tile, two of them, a part for each warp, three steps of parts; the k
@@ -208,14 +204,10 @@ TILES_THAT_WIN = [
 
 # Of a warp, of 8, and of 16; in their last round, not each warp has a tile, or its tile not many logits.
 TILES_IN_ORDER = [
-    Case(20_001, 8, "bf16", owner="many"),
-    Case(20_001, 50, owner="many"),
-    Case(40_964, 8, owner="some"),
-    Case(40_961, 50, owner="some"),
-    Case(60_000, 8, splits=1),
-    Case(70_001, 600, "fp16", splits=2),
+    Case(20_001, 8, "bf16", owner="many"), Case(20_001, 50, owner="many"), Case(40_964, 8, owner="some"),
+    Case(40_961, 50, owner="some"), Case(60_000, 8, splits=1), Case(70_001, 600, "fp16", splits=2),
     Case(20_001, 1024, splits=1),
-]
+]  # fmt: skip
 
 
 @pytest.mark.exhaustive
@@ -226,14 +218,10 @@ def test_every_tile_beats_all_before_it(case):
 
 # Of a warp, of 8, and of 16, tile by tile and in windows.
 CROWDED = [
-    Case(20_001, 8, owner="many"),
-    Case(40_961, 50, owner="some"),
-    Case(40_000, 8, owner="some"),
-    Case(16_384, 8, "fp16", splits=1),
-    Case(60_000, 50, splits=1),
-    Case(80_000, 8, "bf16", splits=1),
+    Case(20_001, 8, owner="many"), Case(40_961, 50, owner="some"), Case(40_000, 8, owner="some"),
+    Case(16_384, 8, "fp16", splits=1), Case(60_000, 50, splits=1), Case(80_000, 8, "bf16", splits=1),
     Case(40_000, 3, "bf16", owner="some"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.exhaustive
@@ -393,7 +381,7 @@ def check_that_no_more_prove_a_bound(case, of_each):
     assert got.values.min() >= got.values.max() - needed
 
 
-@pytest.mark.parametrize("beams", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (5, 8)), 9])
+@pytest.mark.parametrize("beams", [2, *also(5, 8), 9])
 @pytest.mark.parametrize(("vocab_size", "share", "splits"), [(13, 0.8, 0), (3001, 0.01, 2)])
 def test_unequal_beams(beams, vocab_size, share, splits):
     """What proves a bound of a sequence: one beam's list alone, or two, or all."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that leave the candidates' buffer, bounds and buckets nothing to spare, on the emulated machine."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -11,12 +9,9 @@ from torch import Tensor
 
 from oracle import DTYPES, check
 from rows import NAN, random_logits
-from simt import build
 from simt.cases import Case, Laid
 from simt.launch import Outcome
 from test_beam import check_beams
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 CAPACITY = {1: 128, 8: 512, 16: 4096}  # by warps: Candidates::kCapacity of csrc/topk/candidates.cuh
 TILE = 1024

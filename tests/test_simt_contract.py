@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of contract.py on the emulated machine: public functions of CPU tensors, whose kernels run there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,12 +21,10 @@ from fused_topk.functional import sampling
 from fused_topk.layout import launch
 from fused_topk.operators import dispatch, full_rows, merging, results, routing, row_topk
 from fused_topk.operators import sampling as of_draws
-from simt import build
 from simt.emulate import emulated
 from simt.launch import Array
 from test_contract import FEW, MANY, behind_lengths, check_strides, check_what_broadcasts
 
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 GPU = Backend("cuda", "cpu")
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of csrc/full_rows/softmax_rows.cu on the emulated machine: every read and write checked, under several schedules."""
 
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 
@@ -17,20 +15,20 @@ from fused_topk.problem import FullRowProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, start_full_rows
 from rows import INF, NAN, random_logits, shifted
-from simt import build, sanitized
+from simt import sanitized
 from simt.emulate import emulated, recorded
 from simt.launch import SCHEDULES, Array
 from test_softmax import check
 
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
-
-def run(problem: FullRowProblem, choice: FullRowChoice, out_dtype: torch.dtype, **how) -> Tensor:
-    """What the kernel of `choice` makes of CPU tensors, with all that the machine checks."""
+def run(
+    problem: FullRowProblem, choice: FullRowChoice, out_dtype: torch.dtype, readable: int | None = None, **how
+) -> Tensor:
+    """What the kernel of `choice` makes of CPU tensors, with all that the machine checks. readable: tokens of each row."""
     out = empty_result(problem, out_dtype)
-    inputs = {name: x for name, x in problem.rows._asdict().items() if isinstance(x, Tensor)}
-    arrays = [*(Array(name, x, "input") for name, x in inputs.items()), Array("out", out, "output")]
-    with emulated(arrays, **how) as outcomes:
+    inputs = {**problem.rows._asdict(), "logits": problem.rows.logits[..., :readable]}
+    arrays = [Array(name, x, "input") for name, x in inputs.items() if isinstance(x, Tensor) and x.numel()]
+    with emulated([*arrays, Array("out", out, "output")], **how) as outcomes:
         launch(problem, choice, out)
     outcomes[0].check()
     return out

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows, masks, temperatures and scores of beams that lie far apart, on the emulated machine: it reports accesses between them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,14 +8,11 @@ from torch import Tensor
 from fused_topk import TopK
 from oracle import DTYPES, assert_same, check, expected, problem_of
 from rows import NAN, packed, random_logits, random_mask, shifted
-from simt import build
 from simt.cases import Case, Laid
 from simt.row_topk import row_topk
 from test_beam import check_beams
 from test_simt_full_rows import laid_over, small_choice
 from test_softmax import check as check_full_rows
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 # Up to four dimensions are walked; more are copied.
 SIZES = [torch.Size(sizes) for sizes in ((3, 2), (2, 3, 2), (2, 3, 2, 2), (2, 2, 2, 2, 2))]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of rows with lengths on the emulated machine: the bits of the same rows with -inf, and no read beyond a length."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -10,21 +8,17 @@ import torch
 from torch import Tensor
 
 import test_simt
-from fused_topk.backends import cuda
+from fused_topk import TopK
 from fused_topk.problem import FullRowProblem, TopkProblem
 from fused_topk.rows import LogitRows
-from oracle import DTYPES, assert_same, bits, start
+from oracle import DTYPES, assert_same, bits
 from rows import NAN, random_logits, random_mask
-from simt import build
 from simt.cases import Case
-from simt.emulate import emulated, replacing
-from simt.launch import SCHEDULES, Array
-from simt.row_topk import empty_result
-from test_simt_full_rows import empty_result as empty_full_rows
-from test_simt_full_rows import launch, small_choice
+from simt.emulate import replacing
+from simt.launch import SCHEDULES
+from simt.row_topk import row_topk
+from test_simt_full_rows import run, small_choice
 from test_simt_sampling import draw
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
 def ragged(logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,18 +27,11 @@ def ragged(logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return logits.masked_fill(beyond, NAN), logits.masked_fill(beyond, -torch.inf)
 
 
-def topk(case: Case, problem: TopkProblem, beam_scores: Tensor | None = None, *, readable: int | None = None, **how):
-    """What the kernel of a case makes of rows. readable: how many tokens of each row it may read."""
-    out = empty_result(problem, beam_scores)
-    inputs = {**problem.rows._asdict(), "beam_scores": beam_scores}
-    if readable is not None:
-        inputs["logits"] = problem.rows.logits[..., :readable]
-    arrays = [Array(name, x, "input") for name, x in inputs.items() if isinstance(x, Tensor) and x.numel()]
-    arrays += [Array(name, x, "output") for name, x in out._asdict().items()]
-    with emulated(arrays, **how) as outcomes:
-        start(cuda, problem, out, beam_scores, choice=case.choice())
-    outcomes[0].check()
-    return out
+def topk(case: Case, problem: TopkProblem, beam_scores: Tensor | None = None, **how) -> TopK:
+    """What the kernel of a case makes of rows. how: as of row_topk()."""
+    found, outcome = row_topk(problem, case.choice(), beam_scores=beam_scores, **how)
+    outcome.check()
+    return found
 
 
 CASES = {
@@ -184,15 +171,8 @@ def test_full_rows_read_nothing_beyond_a_length(kernel, blocks, vocab_size, leng
     full(FullRowProblem(rows, "softmax"), choice, readable=length)
 
 
-def full(problem: FullRowProblem, choice, readable: int | None = None, **how) -> Tensor:
-    dtype = problem.rows.logits.dtype
-    out = empty_full_rows(problem, dtype)
-    inputs = {**problem.rows._asdict(), "logits": problem.rows.logits[..., :readable]}
-    arrays = [Array(name, x, "input") for name, x in inputs.items() if isinstance(x, Tensor) and x.numel()]
-    with emulated([*arrays, Array("out", out, "output")], **how) as outcomes:
-        launch(problem, choice, out)
-    outcomes[0].check()
-    return out
+def full(problem: FullRowProblem, choice, **how) -> Tensor:
+    return run(problem, choice, problem.rows.logits.dtype, **how)
 
 
 FILTERS = {
@@ -224,34 +204,19 @@ def check_draws(filters: dict, blocks: int = 1, is_masked: bool = False, **how) 
 # A fault in the lines about lengths, and what tells of it.
 FAULTS = {
     "missing tokens that are not offered": ("same_length < k && split == 0", "false", partial(check_bits, "a warp")),
-    "missing tokens that every split offers": (
-        "same_length < k && split == 0",
-        "same_length < k",
-        partial(check_bits, "splits"),
-    ),
-    "a length that is not clamped": (
-        "length < 0 ? 0 : length < i64(V) ? u32(length) : V",
-        "u32(length)",
-        partial(check_bits, "a warp"),
-    ),
+    "missing tokens that every split offers": ("same_length < k && split == 0", "same_length < k",
+        partial(check_bits, "splits")),
+    "a length that is not clamped": ("length < 0 ? 0 : length < i64(V) ? u32(length) : V", "u32(length)",
+        partial(check_bits, "a warp")),
     "a lead of tiles that are another split's": ("lead = 0;", ";", partial(check_bits, "8 warps")),
-    "int64 read as int32": (
-        "are_long ? __ldg(static_cast<const i64*>(lengths) + at)",
-        "are_long ? __ldg(static_cast<const int*>(lengths) + at)",
-        partial(check_bits, "8 lanes"),
-    ),
-    "a row that is read to its end": (
-        "SCAN scan(problem, row, length,",
-        "SCAN scan(problem, row, problem.V,",
-        partial(check_reads, "splits", 5000),
-    ),
-    "whole rows with lengths that are read as if aligned": (
-        "token + e < length ? __ldg(elements + e)",
-        "token + e < end ? __ldg(elements + e)",
-        partial(check_full_rows, "block", 1, 501),
-    ),
+    "int64 read as int32": ("are_long ? __ldg(static_cast<const i64*>(lengths) + at)",
+        "are_long ? __ldg(static_cast<const int*>(lengths) + at)", partial(check_bits, "8 lanes")),
+    "a row that is read to its end": ("SCAN scan(problem, row, length,", "SCAN scan(problem, row, problem.V,",
+        partial(check_reads, "splits", 5000)),
+    "whole rows with lengths that are read as if aligned": ("token + e < length ? __ldg(elements + e)",
+        "token + e < end ? __ldg(elements + e)", partial(check_full_rows, "block", 1, 501)),
     "draws of whole rows": ("return lengths ?", "return false ?", partial(check_draws, {})),
-}
+}  # fmt: skip
 
 
 @pytest.mark.exhaustive

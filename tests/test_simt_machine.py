@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulated machine itself: each of CUDA's means does what its documentation says, and its misuse is reported."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
-from simt import build
 from simt.build import Kernel
 from simt.launch import SCHEDULES, Array, Outcome, launch
 from simt.translate import translate
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
 def run(source: str, *tensors: torch.Tensor, grid=(1,), threads=32, zeros=(), **how) -> Outcome:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of csrc/topk/merge_states.cu on the emulated machine: every read and write checked, under several schedules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,14 +11,11 @@ from fused_topk.problem import MergeProblem
 from fused_topk.scale import Scale
 from oracle import DTYPES, VALUES_OF, assert_topk, expected, problem_of, start
 from rows import INF, NAN, adversarial_rows, random_logits, random_mask
-from simt import build
 from simt.cases import Case
 from simt.emulate import emulated, replacing
 from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result, row_topk
 from test_merge import D_TOLERANCE, assert_same_state, split
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
 def run(problem: MergeProblem, **how) -> TopK:
@@ -104,15 +99,10 @@ def test_state(size, dtype):
 
 # V, k, whose rows, blocks a row: each kind of kernel that reads logits.
 KERNELS = {
-    "router rows": (100, 5, "few", 0),
-    "short rows": (200, 20, "few", 0),
-    "warp": (1024, 8, "few", 0),
-    "8 warps": (2049, 5, "few", 0),
-    "16 warps": (4097, 40, "few", 0),
-    "splits": (9001, 50, "few", 3),
-    "for many": (3001, 192, "few", 1),
-    "windows": (50001, 33, "some", 0),
-}
+    "router rows": (100, 5, "few", 0), "short rows": (200, 20, "few", 0), "warp": (1024, 8, "few", 0),
+    "8 warps": (2049, 5, "few", 0), "16 warps": (4097, 40, "few", 0), "splits": (9001, 50, "few", 3),
+    "for many": (3001, 192, "few", 1), "windows": (50001, 33, "some", 0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -202,10 +192,15 @@ def test_tokens_beyond_32_bits(begin):
 
 def test_whatever_the_input():
     """No two entries have one place, even of equal tokens; missing ones are marked."""
+    check_equal_tokens()
+
+
+def check_equal_tokens(**how) -> None:
+    """Of two parts, and entries that are none, beside them a logit."""
     logits = torch.tensor([[[1.0, 1.0]], [[1.0, NAN]]])
     indices = torch.tensor([[[7, 8]], [[7, -1]]])
-    m, d = torch.ones(2, 1), torch.ones(2, 1)
-    got = run(MergeProblem(logits, indices, m, d, None, 4, Scale(), "logits", "allowed"))
+    ones = torch.ones(2, 1)
+    got = run(MergeProblem(logits, indices, ones, ones, None, 4, Scale(), "logits", "allowed"), **how)
     assert got.indices.tolist() == [[7, 7, 8, -1]] and got.values.tolist() == [[1.0, 1.0, 1.0, -INF]]
 
 
@@ -266,16 +261,8 @@ def test_a_wrong_line_is_seen(fault):
         problem = MergeProblem(*parts_of(logits, list(range(1, 45)), 1), 40, Scale(), "log_softmax", "allowed")
         assert_topk(run(problem, **how), expected("log_softmax_topk", logits, 40), logits, "log_softmax_topk")
 
-    def merged_states(**how) -> None:
-        """Equal tokens of two parts, and entries that are none, beside them a logit."""
-        logits = torch.tensor([[[1.0, 1.0]], [[1.0, NAN]]])
-        indices = torch.tensor([[[7, 8]], [[7, -1]]])
-        ones = torch.ones(2, 1)
-        got = run(MergeProblem(logits, indices, ones, ones, None, 4, Scale(), "logits", "allowed"), **how)
-        assert got.indices.tolist() == [[7, 7, 8, -1]] and got.values.tolist() == [[1.0, 1.0, 1.0, -INF]]
-
     merged_logits()
-    merged_states()
+    check_equal_tokens()
     with pytest.raises(AssertionError):
         merged_logits(edit=edit)
-        merged_states(edit=edit)
+        check_equal_tokens(edit=edit)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws with noise by the kernels of csrc/draws/ on the emulated machine: the winners, and every read and write checked."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -12,13 +10,10 @@ from torch import Tensor
 from exact_draws import BROAD, SETTINGS, broad_rows, kept_weights, rows_of
 from fused_topk.layout import launch
 from oracle import DTYPES
-from rows import INF, NAN, packed, random_mask
-from simt import build
+from rows import INF, NAN, also, packed, random_mask
 from simt.launch import SCHEDULES
 from test_sampling_noise import check_winners, exponential, ties_and_odd_noise
 from test_simt_sampling import draw
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
 def check(logits: Tensor, settings: dict, seed: int = 0, mask: Tensor | None = None, **how) -> None:
@@ -34,13 +29,9 @@ def test_draws(name, longest, blocks):
     turn = list(SETTINGS).index(name)
     dtype = list(DTYPES.values())[turn % 3]
     check(
-        rows_of(777, dtype),
-        SETTINGS[name],
-        turn,
-        longest=longest,
-        blocks=blocks,
+        rows_of(777, dtype), SETTINGS[name], turn, longest=longest, blocks=blocks,
         schedule=SCHEDULES[turn % len(SCHEDULES)],
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -80,13 +71,9 @@ def test_formats_and_lengths(vocab_size, architecture, dtype):
     for name in ("whole", "temperature", "usual", "top_p_min_p"):
         blocks = 2 if name == "temperature" else 1
         check(
-            rows_of(vocab_size, dtype),
-            SETTINGS[name],
-            longest=7,
-            blocks=blocks,
-            schedule="random",
+            rows_of(vocab_size, dtype), SETTINGS[name], longest=7, blocks=blocks, schedule="random",
             architecture=architecture,
-        )
+        )  # fmt: skip
 
 
 def test_masks_lengths_and_strides():
@@ -130,7 +117,7 @@ def test_long_parts(monkeypatch):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"top_k": 20}, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ({"top_p": 0.99}, {"min_p": 1e-4}))],
+    [{}, {"top_k": 20}, *also({"top_p": 0.99}, {"min_p": 1e-4})],
     ids=str,
 )
 def test_ties_and_noise_that_no_distribution_gives(settings):

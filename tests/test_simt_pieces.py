@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of csrc/linear/accumulate_piece.cu on the emulated machine: every read and write checked, under several schedules."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -19,12 +17,9 @@ from fused_topk.rows import LogitRows
 from linear_heads import ENTRIES, exact_head, exact_logits
 from oracle import DTYPES, assert_topk, expected, problem_of, start
 from rows import adversarial_rows, random_logits, random_mask
-from simt import build
 from simt.emulate import emulated, replacing
 from simt.launch import SCHEDULES, Array
 from test_merge import D_TOLERANCE, assert_same_state
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 # V and where the tokens are cut: in tiles and beside them, pieces of one token, and less than k of them at first.
 CUTS = {
@@ -256,7 +251,7 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
     bias = bias if has_bias else None
     has_targets = has_targets and entry != "linear_topk"
     targets = (torch.arange(7) * 500).unsqueeze(-1) if has_targets else None
-    # test_simt_token_sums.py has the kernel of sums.
+    # test_simt_tokens.py has the kernel of sums.
     monkeypatch.setitem(operators.token_spread.ON, "cuda", operators.token_spread.reference)
     monkeypatch.setattr(layout, "_NATIVE_ROWS", 0)
     monkeypatch.setattr(layout, "forward_pieces", lambda *sizes: layout.Pieces(3, 1024, 2))

@@ -2,8 +2,6 @@
 """The kernels of csrc/routers/route_experts.cu on the emulated machine: every read and write checked, under several schedules,
 and the result the reference's, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -17,11 +15,8 @@ from fused_topk.rows import LogitRows
 from oracle import DTYPES
 from routing import SCORINGS, assert_same, empty_result, random_problem, route
 from rows import NAN, packed, random_logits, random_mask, shifted
-from simt import build
 from simt.emulate import emulated, recorded, replacing_each
 from simt.launch import SCHEDULES, Array, Outcome
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 CPU = torch.device("cpu")
 

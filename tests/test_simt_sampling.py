@@ -2,8 +2,6 @@
 """The kernels of csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu on the emulated machine: the draws, and every read and write
 checked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import product
@@ -32,11 +30,9 @@ from fused_topk.problem import Kept, Sample, SampleProblem, TopK, TopkProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES
 from rows import INF, NAN, packed, random_logits, random_mask
-from simt import build, sanitized
+from simt import sanitized
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
-
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
 def prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[LogitRows], TopK]:

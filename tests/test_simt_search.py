@@ -2,8 +2,6 @@
 """A search for rows of extreme values that a kernel answers wrongly, on the emulated machine: about half a minute for each family
 of kernels. The numbers of a search are its seeds."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable
@@ -18,7 +16,6 @@ from fused_topk.problem import MergeProblem
 from fused_topk.scale import Scale
 from oracle import DTYPES, assert_topk, check, expected
 from rows import extreme_row, packed, random_mask
-from simt import build
 from simt.cases import Case, Laid
 from test_beam import check_beams
 from test_merge import D_TOLERANCE, assert_same_state
@@ -29,10 +26,7 @@ from test_simt_pieces import accumulated, wanted
 from test_simt_sampling import draw
 from test_softmax import check as check_full_rows
 
-pytestmark = [
-    pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable())),
-    pytest.mark.exhaustive,
-]
+pytestmark = pytest.mark.exhaustive
 
 ROWS = 4
 

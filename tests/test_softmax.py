@@ -5,8 +5,6 @@ With u = 2^-24 and z = (x - m) / T, as in oracle.py: a log-probability may be of
 probability relatively by the same, logsumexp by u (5 |m / T| + 7 log V + 22). A result of 16 bits is rounded once more.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -19,7 +17,7 @@ from choices import FULL_ROW_VARIANTS
 from fused_topk.layout.full_row_choice import choose_full_row
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, bits, start_full_rows
-from rows import adversarial_rows, layouts, random_logits, shifted
+from rows import adversarial_rows, also, layouts, random_logits, shifted
 
 VALUES = ("softmax", "log_softmax")
 ENTRIES = (*VALUES, "logsumexp")
@@ -88,9 +86,7 @@ def test_sizes(backend, entry, dtype, vocab_size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize(
-    "edge", [*EDGES[:-2], *(pytest.param(edge, marks=pytest.mark.exhaustive) for edge in EDGES[-2:])]
-)
+@pytest.mark.parametrize("edge", [*EDGES[:-2], *also(*EDGES[-2:])])
 def test_around_the_edges_of_the_regimes(native, edge, dtype):
     edge *= 4 // dtype.itemsize
     for vocab_size in (edge - 1, edge, edge + 4, edge + 1):
@@ -100,9 +96,7 @@ def test_around_the_edges_of_the_regimes(native, edge, dtype):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(
-    "vocab_size", (300_000, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (1_000_000, 1_000_003)))
-)
+@pytest.mark.parametrize("vocab_size", (300_000, *also(1_000_000, 1_000_003)))
 def test_long_rows(native, vocab_size):
     """On an H200, eight owners of a million logits: three take a second row."""
     logits = random_logits(11, vocab_size, device=native.device)
@@ -134,10 +128,7 @@ def test_adversarial_rows(backend, entry, dtype, vocab_size):
     check(backend, entry, logits, row_names=list(rows), temperature=0.37)
 
 
-@pytest.mark.parametrize(
-    "vocab_size",
-    (20_000, 50_001, 120_000, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (270_000, 600_000))),
-)
+@pytest.mark.parametrize("vocab_size", (20_000, 50_001, 120_000, *also(270_000, 600_000)))
 def test_adversarial_long_rows(native, vocab_size):
     rows = adversarial_rows(vocab_size, 5, torch.float32)
     logits = torch.stack(list(rows.values())).to(native.device)
@@ -331,26 +322,13 @@ H200_SHARED = 227 << 10
 @pytest.mark.parametrize(
     ("vocab_size", "itemsize", "kernel", "blocks"),
     (
-        (1, 4, "warp", 1),
-        (512, 4, "warp", 1),
-        (513, 4, "block", 1),
-        (8192, 4, "block", 1),
-        (8193, 4, "shared", 1),
-        (32768, 4, "shared", 1),
-        (65536, 4, "shared", 1),
-        (73728, 4, "shared", 1),
-        (73729, 4, "grid", 3),
-        (131072, 4, "grid", 4),
-        (1 << 20, 4, "grid", 32),
-        (1 << 22, 4, "grid", 128),
-        (264 * 32768, 4, "grid", 264),
-        (264 * 32768 + 1, 4, "long", 132),
-        (1024, 2, "warp", 1),
-        (65536, 2, "shared", 1),
-        (131072, 2, "shared", 1),
+        (1, 4, "warp", 1), (512, 4, "warp", 1), (513, 4, "block", 1), (8192, 4, "block", 1), (8193, 4, "shared", 1),
+        (32768, 4, "shared", 1), (65536, 4, "shared", 1), (73728, 4, "shared", 1), (73729, 4, "grid", 3),
+        (131072, 4, "grid", 4), (1 << 20, 4, "grid", 32), (1 << 22, 4, "grid", 128), (264 * 32768, 4, "grid", 264),
+        (264 * 32768 + 1, 4, "long", 132), (1024, 2, "warp", 1), (65536, 2, "shared", 1), (131072, 2, "shared", 1),
         (524289, 2, "grid", 9),
     ),
-)
+)  # fmt: skip
 def test_choice(vocab_size, itemsize, kernel, blocks):
     choice = choose_full_row(vocab_size, itemsize, H200_SHARED, 132, 90)
     assert (choice.kernel, choice.blocks_per_row) == (kernel, blocks)

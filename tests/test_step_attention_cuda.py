@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a step on a GPU, by itself and in whole steps."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 import whole_steps
 from attention_by_table import attention, case, seen_by

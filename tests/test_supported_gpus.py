@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GPUs the CUDA backend serves, and what becomes of tensors on the others. Needs no GPU."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

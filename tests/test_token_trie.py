@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """TokenTrie: what may follow a text is what the items themselves say, whatever the catalogue and however it is given."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from decoding import one_thread  # noqa: F401
 from fused_topk.generation import TokenTrie
 from fused_topk.generation.trie import keys, token_trie
 from fused_topk.rows import unpacked
+from rows import also
 from tries import TOKENS, Items, catalogue
 
 END = 2
@@ -68,10 +65,7 @@ def check(module, seeds) -> None:
         module._NARROW, module._MASK_BYTES = before
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [range(25), *(pytest.param(range(n, n + 250), marks=pytest.mark.exhaustive) for n in range(100, 2100, 250))],
-)
+@pytest.mark.parametrize("seeds", [range(25), *also(*(range(n, n + 250) for n in range(100, 2100, 250)))])
 def test_random_catalogues(seeds):
     check(token_trie, seeds)
 
@@ -244,24 +238,18 @@ def test_a_vocabulary_without_some_of_the_tokens():
         (lambda trie, at, of: trie.step(at.int(), of), TypeError, "`nodes` must be int64, got torch.int32; use .long"),
         (lambda trie, at, of: trie.step(at, of > 0), TypeError, "`tokens` must be int64 or int32, got torch.bool"),
         (lambda trie, at, of: trie.step(at, [5, 8]), TypeError, "`tokens` must be a torch.Tensor, got list"),
-        (
-            lambda trie, at, of: trie.step(at, of.to("meta")),
-            ValueError,
-            "`tokens` must be on cpu, .* got meta; .* `trie.to",
-        ),
+        (lambda trie, at, of: trie.step(at, of.to("meta")), ValueError,
+            "`tokens` must be on cpu, .* got meta; .* `trie.to"),
         (lambda trie, at, of: trie.to("meta").step(at, of), ValueError, "`nodes` must be on meta, .* got cpu"),
         (lambda trie, at, of: trie.nodes(of.view(1, 2).double()), TypeError, "`texts` must be int64 or int32"),
-        (
-            lambda trie, at, of: trie.nodes(of[0]),
-            ValueError,
-            r"`texts` must have the shape \(\.\.\., length\), got \(\)",
-        ),
+        (lambda trie, at, of: trie.nodes(of[0]), ValueError,
+            r"`texts` must have the shape \(\.\.\., length\), got \(\)"),
         (lambda trie, at, of: trie.nodes([[5, 9]]), TypeError, "`texts` must be a torch.Tensor, got list"),
         (lambda trie, at, of: trie.allowed_mask(at.int(), 97), TypeError, "`nodes` must be int64, got torch.int32"),
         (lambda trie, at, of: trie.allowed_mask(at, 97.0), TypeError, "`vocab_size` must be an int, got float"),
         (lambda trie, at, of: trie.allowed_mask(at.to("meta"), 97), ValueError, "`nodes` must be on cpu"),
     ],
-)
+)  # fmt: skip
 def test_wrong_nodes_and_tokens(call, error, message):
     nodes, tokens = torch.zeros(2, dtype=torch.int64), torch.tensor([5, 8])
     with pytest.raises(error, match=message):

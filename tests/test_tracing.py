@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the package does while torch traces: in the thread that traces, and in all others meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager
 from pathlib import Path

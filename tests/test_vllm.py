@@ -1,7 +1,5 @@
 """vLLM's sampler with this package in it, against a stand-in for vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
@@ -233,21 +231,14 @@ def test_min_p_comes_before_top_p(stand_in):  # noqa: F811
 SETTINGS = {
     "greedy": {"temperature": None, "all_greedy": True, "all_random": False},
     "random": {},
-    "mixed": {
-        "temperature": torch.tensor([0.0, 0.7, 1.5]),
-        "all_random": False,
-        "top_k": torch.tensor([VOCAB, 4, VOCAB], dtype=torch.int32),
-        "top_p": torch.tensor([1.0, 1.0, 0.5]),
-    },
+    "mixed": {"temperature": torch.tensor([0.0, 0.7, 1.5]), "all_random": False,
+        "top_k": torch.tensor([VOCAB, 4, VOCAB], dtype=torch.int32), "top_p": torch.tensor([1.0, 1.0, 0.5])},
     "min_p": {"logitsprocs": LogitsProcessors([MinPLogitsProcessor([0.0, 0.1, 0.9])])},
-    "min_p_and_top_p": {
-        "temperature": torch.tensor([0.5, 0.0, 2.0]),
-        "top_p": torch.tensor([0.9, 1.0, 0.8]),
-        "logitsprocs": LogitsProcessors([MinPLogitsProcessor([0.3, 0.0, 0.01])]),
-    },
+    "min_p_and_top_p": {"temperature": torch.tensor([0.5, 0.0, 2.0]), "top_p": torch.tensor([0.9, 1.0, 0.8]),
+        "logitsprocs": LogitsProcessors([MinPLogitsProcessor([0.3, 0.0, 0.01])])},
     "allowed": {"allowed_token_ids_mask": torch.arange(VOCAB).expand(3, -1) % 3 > 0, "top_k": torch.tensor([5, 5, 5])},
     "biased": {"logitsprocs": LogitsProcessors([], [LogitBiasLogitsProcessor({1: {7: 30.0, 8: -5.0}})])},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """warm_up() readies exactly the kernels that the calls then ask for, and GPUs do not wait for each other's compilers."""
 
-from __future__ import annotations
-
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor

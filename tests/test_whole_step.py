@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole-step generate() against stock: sequences, scores and beams of greedy and beam search."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import also, assert_whole, generate_both, inputs_for, one_thread, stock_gap, tiny  # noqa: F401
 from whole_steps import OTHER_LAYERS, SERVED, family, swaps, whole
@@ -87,15 +83,6 @@ def test_options(options, num_beams):
     assert_whole(family("Llama", 1), inputs_for(family("Llama"), batch=3, padding=2), num_beams=num_beams, **options)
 
 
-@pytest.mark.parametrize("num_beams", [1, 4])
-def test_a_plain_tensor_is_returned_where_it_is_asked_for(num_beams):
-    model = family("Qwen2")
-    stock, given, steps = generate_both(
-        model, fused=whole, num_beams=num_beams, return_dict_in_generate=False, output_scores=False
-    )
-    assert torch.equal(stock, given) and steps.whole and not steps.reasons
-
-
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize(
     "name", ["Llama", "Gemma2", *also(*(name for name in SERVED if name not in ("Llama", "Gemma2")))]
@@ -115,18 +102,6 @@ def test_vocabularies_of_real_sizes(name, vocab_size):
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_float64(num_beams):
     assert_whole(family("Llama", dtype=torch.float64), num_beams=num_beams)
-
-
-def test_texts_end_at_different_times_and_not_at_all():
-    inputs, lengths = inputs_for(family("Llama"), batch=6), set()
-    options = {"num_beams": 4, "max_new_tokens": 20}
-    ends = {"num_return_sequences": 4, "eos_token_id": list(range(5, 60)), "early_stopping": True}
-    for seed in range(4):
-        result = assert_whole(family("Llama", seed), inputs, **options, **ends)
-        lengths |= set((result["beam_indices"] >= 0).sum(1).tolist())
-    assert len(lengths) > 3 and max(lengths) < 20
-    result = assert_whole(family("Llama"), inputs, **options, eos_token_id=None)
-    assert result["beam_indices"].shape[1] == 20
 
 
 def test_more_beams_than_a_first_step_has_tokens():

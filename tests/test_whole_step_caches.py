@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that go on from a cache of the user's, that leave one for the next call, and prompts that are embeddings."""
 
-from __future__ import annotations
-
 import copy
-import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import DynamicCache, StaticCache
 
 from decoding import (  # noqa: F401
@@ -25,20 +19,13 @@ from decoding import (  # noqa: F401
     one_thread,
     stats,
 )
-from fused_topk.generation import fused_decoding
-from fused_topk.generation.whole_step import compiled, reasons
-from whole_steps import OTHER_LAYERS, SERVED, family, whole
+from fused_topk.generation.whole_step import reasons
+from whole_steps import OTHER_LAYERS, SERVED, compiling, family, traced_only, whole  # noqa: F401
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 # What generate() calls a cache that it is given.
 NAME = "cache" if reasons.HAS_CACHE_ARGUMENT else "past_key_values"
 BEAMS = pytest.mark.parametrize("num_beams", [1, 3])
-compiling = functools.partial(fused_decoding, compile=True)
-
-
-@pytest.fixture(name="traced")
-def traced_only(monkeypatch):
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
 
 
 def caches(model):
@@ -222,9 +209,7 @@ def test_embeddings_with_processors_and_their_tokens(num_beams):
 @pytest.mark.exhaustive
 def test_compiled_steps_after_embeddings(traced):
     model = family("Llama")
-    stock, given, steps = generate_both(model, embedded(model), fused=compiling, **OPTIONS)
-    assert_same(stock, given, TOLERANCE)
-    assert steps.compiled == steps.whole > 0
+    assert_whole(model, embedded(model), compile=True, kinds=["compiled"], **OPTIONS)
 
 
 def test_embeddings_that_go_on_from_a_cache():

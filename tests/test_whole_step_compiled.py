@@ -1,38 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole steps as one compiled call a token: the results of stock, and what is kept for later calls."""
 
-from __future__ import annotations
-
-import functools
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
-from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread, stats, stock_gap  # noqa: F401
-from fused_topk.generation import fused_decoding
+from decoding import also, assert_same, assert_whole, generate_both, inputs_for, one_thread, stats, stock_gap  # noqa: F401
 from fused_topk.generation.whole_step import compiled, entry
 from fused_topk.generation.whole_step.room import rounded_up
-from whole_steps import OTHER_LAYERS, SERVED_WITH_SOURCE, encoder_decoder, family, own_model, source_for, swaps  # noqa: F401
+from whole_steps import (  # noqa: F401
+    OTHER_LAYERS,
+    SERVED_WITH_SOURCE,
+    compiling,
+    encoder_decoder,
+    family,
+    own_model,
+    source_for,
+    swaps,
+    traced_only,
+)
 
-compiling = functools.partial(fused_decoding, compile=True)
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
 
 
-@pytest.fixture(name="traced")
-def traced_only(monkeypatch):
-    """Steps are traced as they are to be compiled, and run as they were: the compiler itself takes its time."""
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
-
-
 def assert_compiled(model, inputs, **options):
-    stock, given, steps = generate_both(model, inputs, fused=compiling, **{**OPTIONS, **options})
-    assert_same(stock, given, TOLERANCE)
-    assert not steps.reasons, steps
-    assert steps.compiled == steps.whole > 0
-    return stock
+    return assert_whole(model, inputs, compile=True, kinds=["compiled"], **{**OPTIONS, **options})
 
 
 @pytest.mark.exhaustive
@@ -130,17 +121,6 @@ def test_weights_are_inputs_of_the_code_where_a_user_freezes_them(output_scores,
         assert config.freezing and not held
 
 
-@pytest.mark.exhaustive
-def test_a_compiler_that_fails(model, monkeypatch):
-    def fail(graph, inputs):
-        raise OSError("no working C++ compiler\nand more")
-
-    monkeypatch.setattr(compiled, "_inductor", fail)
-    for beams in (1, 1, 3):
-        reason = "a step that is to be compiled raises OSError: no working C++ compiler"
-        assert_not_compiled(model, reason, num_beams=beams)
-
-
 @pytest.mark.parametrize("output_scores", [False, *also(True)])
 @pytest.mark.parametrize("switch", ["disable", *also("suppress_errors"), "stance"])
 def test_a_compiler_that_is_switched_off(switch, output_scores, model, monkeypatch, caplog):
@@ -161,20 +141,6 @@ def test_a_compiler_that_is_switched_off(switch, output_scores, model, monkeypat
     assert not any("was compiled" in message for message in caplog.messages)
 
 
-def test_calls_at_once_share_nothing(model, traced):
-    inputs = inputs_for(model)
-    options = {"do_sample": False, "max_new_tokens": 12}
-    expected = model.generate(**inputs, **options)
-
-    def texts():
-        return [torch.equal(model.generate(**inputs, **options), expected) for _ in range(5)]
-
-    stats(reset=True)
-    with compiling(model), ThreadPoolExecutor(2) as pool:
-        assert all(all(each.result()) for each in [pool.submit(texts), pool.submit(texts)])
-    assert stats().compiled > 0 and stats().reasons.keys() <= {"another call of the same shape runs"}
-
-
 def test_a_call_within_a_call_of_the_same_shape_has_no_kept_step(model, traced):
     inputs, found = inputs_for(model), []
     options = {"do_sample": False, "max_new_tokens": 6}
@@ -183,7 +149,6 @@ def test_a_call_within_a_call_of_the_same_shape_has_no_kept_step(model, traced):
         found.append(model.generate(**inputs, **options))
         return scores
 
-    stats(reset=True)
     with compiling(model):
         outer = model.generate(**inputs, **options, logits_processor=[again])
     assert len(found) == 6 and all(torch.equal(each, outer) for each in found)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole-step generate() of encoder-decoders against stock: their encoder's keys are kept once for all beams of a sequence."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -10,9 +8,6 @@ import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
 from transformers.generation import logits_process as stock
 from transformers.modeling_outputs import BaseModelOutput
@@ -165,7 +160,6 @@ def test_a_cache_that_has_been_used_is_not_replaced():
     options = {"max_new_tokens": 5, "do_sample": False}
     begun = model.generate(**inputs, **options, return_dict_in_generate=True)
     name = "cache" if "cache" in begun else "past_key_values"
-    stats(reset=True)
     with whole(model):
         model.generate(**inputs, **{**options, "decoder_input_ids": begun["sequences"], name: begun[name]})
     assert stats(reset=True).reasons == {"a cache of an encoder-decoder that has been used": 1}
@@ -196,7 +190,6 @@ def test_whisper_with_timestamps(num_beams):
     options = {"return_timestamps": True, "num_beams": num_beams, "max_new_tokens": 20}
     inputs = inputs_for(model)
     expected = model.generate(**inputs, **options)
-    stats(reset=True)
     with fused_decoding(model):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)
@@ -216,7 +209,6 @@ def test_long_sounds_with_detection_of_speech():
     options = {"return_timestamps": True, "max_new_tokens": 4, "temperature": 0.0, "condition_on_prev_tokens": False}
     options |= {"no_speech_threshold": 0.6, "logprob_threshold": -1.0}
     expected = model.generate(**inputs, **options)
-    stats(reset=True)
     with fused_decoding(model):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)

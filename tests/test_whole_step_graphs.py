@@ -4,10 +4,7 @@
 What the device does late is late here too. test_whole_step_cuda.py has the real thing.
 """
 
-from __future__ import annotations
-
 import copy
-import functools
 import itertools
 import time
 
@@ -15,16 +12,24 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from captured import StandIn, Waits, as_on_a_gpu
-from decoding import TOLERANCE, Recorder, assert_same, generate_both, inputs_for, one_thread, stats, stock_gap  # noqa: F401
+from decoding import (  # noqa: F401
+    TOLERANCE,
+    Recorder,
+    also,
+    assert_same,
+    assert_whole,
+    generate_both,
+    inputs_for,
+    one_thread,
+    stats,
+    stock_gap,
+)
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry, graphs, room
 from multimodal import images_for, multimodal
-from whole_steps import SERVED, family, own_model, swaps  # noqa: F401
+from whole_steps import SERVED, compiling, family, own_model, swaps  # noqa: F401
 
-capturing = functools.partial(fused_decoding)
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
 
 
@@ -36,12 +41,7 @@ def stand_in(monkeypatch):
 
 
 def assert_captured(model, inputs, **options):
-    options = {**OPTIONS, **options}
-    stock, given, steps = generate_both(model, inputs, fused=capturing, **options)
-    assert_same(stock, given, TOLERANCE)
-    assert not steps.reasons, steps
-    assert steps.captured == steps.whole > 0 and steps.compiled == 0
-    return stock
+    return assert_whole(model, inputs, kinds=["captured"], **{**OPTIONS, **options})
 
 
 @pytest.mark.parametrize("num_beams", [1, 3, 4])
@@ -79,7 +79,7 @@ def test_steps_after_the_end_change_nothing(length_penalty, early_stopping, mode
 
 def test_what_runs_in_vain_is_counted_neither_as_steps_nor_as_tokens(model):
     options = {**OPTIONS, "eos_token_id": list(range(5, 80)), "max_new_tokens": 30, "return_dict_in_generate": False}
-    _, given, steps = generate_both(model, inputs_for(model), fused=capturing, **options)
+    _, given, steps = generate_both(model, inputs_for(model), fused=fused_decoding, **options)
     assert given.shape[1] - 6 == steps.whole < 10
     assert StandIn.replays == steps.whole - 1 + graphs.LATENESS
 
@@ -107,7 +107,7 @@ def test_a_clock_ends_a_call(model, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: next(now))
     options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 60, "max_time": 12.0}
     for beams in (1, 3):
-        with capturing(model):
+        with fused_decoding(model):
             assert 6 < model.generate(**inputs_for(model), num_beams=beams, **options).shape[1] < 6 + 60
 
 
@@ -134,7 +134,7 @@ def test_a_capture_that_fails(model, monkeypatch):
 
     monkeypatch.setattr(graphs, "Graph", fail)
     for beams in (1, 3):
-        stock, given, steps = generate_both(model, fused=capturing, num_beams=beams, **OPTIONS)
+        stock, given, steps = generate_both(model, fused=fused_decoding, num_beams=beams, **OPTIONS)
         assert_same(stock, given, TOLERANCE)
         assert steps.whole == 0 and steps.stock > 0
         assert steps.reasons == {
@@ -150,7 +150,6 @@ def test_what_cannot_be_compiled_is_captured_all_the_same(model, monkeypatch):
         return fail
 
     monkeypatch.setattr(torch, "compile", compile)
-    compiling = functools.partial(fused_decoding, compile=True)
     stock, given, steps = generate_both(model, fused=compiling, num_beams=3, **OPTIONS)
     assert_same(stock, given, TOLERANCE)
     assert steps.captured == steps.whole > 0 and steps.compiled == 0
@@ -170,11 +169,7 @@ def test_a_step_for_longer_texts_serves_shorter_ones(model):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-@pytest.mark.parametrize(
-    "more",
-    [{}, pytest.param({"repetition_penalty": 1.5}, marks=pytest.mark.exhaustive)],
-    ids=["at-once", "forward-pass"],
-)
+@pytest.mark.parametrize("more", [{}, *also({"repetition_penalty": 1.5})], ids=["at-once", "forward-pass"])
 def test_each_room_is_captured_once(more, num_beams, model, monkeypatch):
     monkeypatch.setattr(room, "FIRST", 4)
     options = {"num_beams": num_beams, "eos_token_id": None, "max_new_tokens": 60, **more}
@@ -212,7 +207,7 @@ def test_the_loop_waits_for_nothing_but_the_late_flag(num_beams, model):
             options["streamer"], inputs = Recorder(), inputs_for(model, 1)
         else:
             options["num_beams"] = num_beams
-        with capturing(model):
+        with fused_decoding(model):
             model.generate(**inputs, **options)
             stats(reset=True)
             with Waits() as counted:
@@ -280,7 +275,7 @@ def test_grouped_products_of_experts_ask_nothing_of_the_device():
     counts = []
     for most in (6, 12):
         options = {"max_new_tokens": most, "eos_token_id": None, "do_sample": False, "num_beams": 3}
-        with capturing(mixtral):
+        with fused_decoding(mixtral):
             mixtral.generate(**inputs_for(mixtral), **options)
             with Waits() as counted, Operations() as ran:
                 mixtral.generate(**inputs_for(mixtral), **options)
@@ -296,17 +291,10 @@ def test_calls_in_inference_mode_have_steps_of_their_own(model):
     assert StandIn.made == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "num_beams"),
-    [("Qwen2VL", 3), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("Llava", 1), ("Gemma3", 3)))],
-)
+@pytest.mark.parametrize(("name", "num_beams"), [("Qwen2VL", 3), *also(("Llava", 1), ("Gemma3", 3))])
 def test_after_images(name, num_beams):
     model = multimodal(name)
     # Two images, then a prompt without one.
     for seed, has_images in ((0, True), (1, True), (2, False)):
         inputs = images_for(model, seed=seed, has_images=has_images)
-        stock, given, steps = generate_both(
-            model, inputs, fused=capturing, num_beams=num_beams, max_new_tokens=12, output_scores=False
-        )
-        assert_same(stock, given, TOLERANCE)
-        assert steps.captured == steps.whole > 0
+        assert_whole(model, inputs, kinds=["captured"], num_beams=num_beams, max_new_tokens=12, output_scores=False)

@@ -1,35 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole steps that choose from hidden states: which LM heads that is for, its order, and that no logits exist."""
 
-from __future__ import annotations
-
 import copy
-import functools
 
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
-import transformers
-
 import fused_topk
-from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread  # noqa: F401
-from fused_topk.generation import fused_decoding
-from fused_topk.generation.whole_step import compiled, entry
+from decoding import also, assert_whole, inputs_for, one_thread  # noqa: F401
+from fused_topk.generation.whole_step import entry
 from fused_topk.generation.whole_step.head import Head, head_of
 from rows import packed
-from whole_steps import encoder_decoder, family, source_for
+from whole_steps import compiling, encoder_decoder, family, source_for, traced_only  # noqa: F401
 
-compiling = functools.partial(fused_decoding, compile=True)
+pytestmark = pytest.mark.usefixtures("traced")
 VOCAB_SIZE = 97
-
-
-@pytest.fixture(autouse=True)
-def traced_only(monkeypatch):
-    """Steps are traced as they are to be compiled, and run as they were."""
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
 
 
 class Wide(TorchDispatchMode):
@@ -50,9 +37,7 @@ class Wide(TorchDispatchMode):
 def assert_steps(model, inputs, has_head, **options):
     """Compiled steps give what stock gives, and are made as they are said to be."""
     options = {"max_new_tokens": 10, "output_scores": False, **options}
-    stock, given, steps = generate_both(model, inputs, fused=compiling, **options)
-    assert_same(stock, given, TOLERANCE)
-    assert steps.compiled == steps.whole > 0, steps
+    assert_whole(model, inputs, compile=True, kinds=["compiled"], **options)
     step = next(reversed(entry._ready.get(model).store._kept.values()))
     assert (step.head is not None) == has_head
     step.begin(copy.deepcopy(step.state), copy.deepcopy(step._constants), 9)

@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole steps of models that read images, and of those that prepare their inputs by themselves."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
 
-from decoding import BOS, EOS, PAD, assert_whole, inputs_for
+from decoding import BOS, EOS, PAD, VERSION, also, assert_whole, inputs_for
 from fused_topk.generation.whole_step import entry
 from fused_topk.generation.whole_step.preparation import prepared
 from fused_topk.generation.whole_step.reasons import Declined
 from multimodal import MULTIMODAL, encoder_of_images, images_for, multimodal
 from whole_steps import assert_declined, swaps
 
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 # Its prompts are not causal there, and Qwen3-VL gives no positions to its steps.
 _LATER = {"PaliGemma": (5, 17), "Qwen3VL": (5, 0)}
 SERVED = [name for name in MULTIMODAL if _LATER.get(name, (0, 0)) <= VERSION]
@@ -55,8 +49,8 @@ def test_images(name, num_beams):
     assert texts[0] != other[:, blank["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("num_beams", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("decoder", ["GPT2", pytest.param("Bert", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_beams", [3, *also(1)])
+@pytest.mark.parametrize("decoder", ["GPT2", *also("Bert")])
 def test_an_encoder_of_images(decoder, num_beams):
     model = encoder_of_images(decoder)
     texts = []
@@ -67,7 +61,7 @@ def test_an_encoder_of_images(decoder, num_beams):
     assert texts[0] != texts[1]
 
 
-@pytest.mark.parametrize("name", ["Llava", pytest.param("Qwen2VL", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["Llava", *also("Qwen2VL")])
 def test_the_users_model_is_tried_once(name, monkeypatch):
     model = copy.deepcopy(multimodal(name))
     tried = []
@@ -102,17 +96,9 @@ def test_images_of_some_prompts_only():
 def _bert():
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        is_decoder=True,
-        initializer_range=0.3,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-    )
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        is_decoder=True, initializer_range=0.3, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
+    )  # fmt: skip
     return transformers.BertLMHeadModel(config).eval()
 
 

@@ -4,25 +4,19 @@
 Layers are traced as they are to be compiled, and run as they were, but for one test: the compiler itself takes its time.
 """
 
-from __future__ import annotations
-
 import copy
-import functools
 import weakref
 
 import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from captured import as_on_a_gpu
-from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread  # noqa: F401
-from fused_topk.generation import disable, fused_decoding
-from fused_topk.generation.whole_step import compiled, entry
-from whole_steps import encoder_decoder, family, source_for
+from decoding import also, assert_same, assert_whole, generate_both, inputs_for, one_thread  # noqa: F401
+from fused_topk.generation import disable
+from fused_topk.generation.whole_step import entry
+from whole_steps import compiling, encoder_decoder, family, source_for, traced_only  # noqa: F401
 
-compiling = functools.partial(fused_decoding, compile=True)
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
 SHAPES = [(3, 6, 12), (3, 9, 16), (2, 17, 12)]
 
@@ -30,11 +24,6 @@ SHAPES = [(3, 6, 12), (3, 9, 16), (2, 17, 12)]
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     as_on_a_gpu(monkeypatch)
-
-
-@pytest.fixture(name="traced")
-def traced_only(monkeypatch):
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
 
 
 @pytest.fixture(name="model")
@@ -50,10 +39,7 @@ def pieces(model):
 
 
 def assert_compiled(model, inputs, **options):
-    stock, given, steps = generate_both(model, inputs, fused=compiling, **{**OPTIONS, **options})
-    assert_same(stock, given, TOLERANCE)
-    assert not steps.reasons, steps
-    assert steps.compiled == steps.captured == steps.whole > 0
+    assert_whole(model, inputs, compile=True, kinds=["compiled", "captured"], **{**OPTIONS, **options})
 
 
 def assert_captured_alone(model, reason, **options):
@@ -125,14 +111,6 @@ class Unlisted(nn.Module):
 def test_a_model_without_a_list_of_layers(model, traced):
     model.model.layers = Unlisted(model.model.layers)
     assert_captured_alone(model, "no list of layers")
-
-
-def test_a_layer_that_does_not_compile(model, monkeypatch):
-    def fail(graph, inputs):
-        raise OSError("no compiler")
-
-    monkeypatch.setattr(compiled, "_inductor", fail)
-    assert_captured_alone(model, "raises OSError: no compiler")
 
 
 def test_a_compiler_that_is_switched_off(model):

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default holds no more beyond the weights than stock generate() of the same call: bytes of torch's allocator, at the peak."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import AutoModelForCausalLM, LlamaConfig, MaxLengthCriteria, StoppingCriteriaList
 
 from decoding import also, one_thread, stats, tiny  # noqa: F401

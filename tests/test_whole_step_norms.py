@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which norms of a twin are computed by one operation: those that are equal to it to rounding, and no others."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import assert_whole
 from fused_topk.generation import disable
@@ -36,7 +32,45 @@ class Norm(nn.Module):
         return normed if gate is None else normed * gate
 
     def root(self, x):
-        return (x.float().pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (mean_of_squares(x) + self.eps).rsqrt()
+
+
+def variant(name, **attributes):
+    """A class of norms with other methods."""
+    return type(name, (Norm,), attributes)
+
+
+def mean_of_squares(x):
+    return x.float().pow(2).mean(-1, keepdim=True)
+
+
+def is_bfloat16(x):
+    return x.dtype is torch.bfloat16
+
+
+OtherEpsilon = variant("OtherEpsilon", root=lambda self, x: (mean_of_squares(x) + 2 * self.eps).rsqrt())
+EpsilonOutside = variant("EpsilonOutside", root=lambda self, x: 1 / (mean_of_squares(x).sqrt() + self.eps))
+OverflowingInFloat16 = variant(
+    "OverflowingInFloat16", root=lambda self, x: (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()
+)
+Centered = variant("Centered", forward=lambda self, x: Norm.forward(self, x - x.mean(-1, keepdim=True)))
+Cleaning = variant("Cleaning", forward=lambda self, x: Norm.forward(self, x.nan_to_num()))
+Bounded = variant("Bounded", forward=lambda self, x: Norm.forward(self, x.clamp(-1e3, 1e3)))
+Training = variant("Training", forward=lambda self, x: Norm.forward(self, x * 2 if self.training else x))
+Wide = variant("Wide", forward=lambda self, x: Norm.forward(self, x).float())
+Scaled = variant("Scaled", scale=1.0, forward=lambda self, x: Norm.forward(self, x) * self.scale)
+OtherInBfloat16 = variant(
+    "OtherInBfloat16",
+    forward=lambda self, x: Norm.forward(self, x * 1.05 if is_bfloat16(x) else x),
+    root=lambda self, x: Norm.root(self, x / 1.05 if is_bfloat16(x) else x),
+)
+OfOnePlus = variant(
+    "OfOnePlus", forward=lambda self, x: (x.float() * self.root(x) * (1 + self.weight.float())).to(x.dtype)
+)
+# In 16 bits, farther from float64 than Gemma's.
+RoundingOnePlus = variant(
+    "RoundingOnePlus", forward=lambda self, x: (x.float() * self.root(x)).to(x.dtype) * (1 + self.weight)
+)
 
 
 class WithBias(Norm):
@@ -60,16 +94,6 @@ class WithModule(Norm):
         self.inner = nn.Identity()
 
 
-class OtherEpsilon(Norm):
-    def root(self, x):
-        return (x.float().pow(2).mean(-1, keepdim=True) + 2 * self.eps).rsqrt()
-
-
-class EpsilonOutside(Norm):
-    def root(self, x):
-        return 1 / (x.float().pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
-
-
 class Counting(Norm):
     seen = 0
 
@@ -91,47 +115,9 @@ class Writing(Norm):
         return found
 
 
-class Centered(Norm):
-    def forward(self, x):
-        return super().forward(x - x.mean(-1, keepdim=True))
-
-
-class Cleaning(Norm):
-    def forward(self, x):
-        return super().forward(x.nan_to_num())
-
-
-class Bounded(Norm):
-    def forward(self, x):
-        return super().forward(x.clamp(-1e3, 1e3))
-
-
-class OverflowingInFloat16(Norm):
-    def root(self, x):
-        return (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()
-
-
 class Told(Norm):
     def __init_subclass__(cls):
         raise AssertionError("another class of it")
-
-
-class Training(Norm):
-    def forward(self, x):
-        return super().forward(x * 2 if self.training else x)
-
-
-class Wide(Norm):
-    def forward(self, x):
-        return super().forward(x).float()
-
-
-class OtherInBfloat16(Norm):
-    def forward(self, x):
-        return super().forward(x * 1.05 if x.dtype is torch.bfloat16 else x)
-
-    def root(self, x):
-        return super().root(x / 1.05 if x.dtype is torch.bfloat16 else x)
 
 
 class Unlike(nn.Module):
@@ -146,25 +132,6 @@ class Unlike(nn.Module):
 class Raising(Norm):
     def forward(self, x):
         raise NotImplementedError
-
-
-class Scaled(Norm):
-    scale = 1.0
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
-class OfOnePlus(Norm):
-    def forward(self, x):
-        return (x.float() * self.root(x) * (1 + self.weight.float())).to(x.dtype)
-
-
-class RoundingOnePlus(Norm):
-    """In 16 bits, farther from float64 than Gemma's."""
-
-    def forward(self, x):
-        return (x.float() * self.root(x)).to(x.dtype) * (1 + self.weight)
 
 
 def hooked():

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules that users, or their libraries, put into a model: compiled, quantized, with adapters, with hooks. What is not known stays."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from decoding import inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import disable, fused_decoding, stats
-from fused_topk.generation.whole_step import compiled
-from whole_steps import family, own_model  # noqa: F401
+from whole_steps import family, own_model, traced_only  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("traced")
 NEW = 8
 MODES = {"greedy": {}, "beams": {"num_beams": 3}, "sampling": {"do_sample": True, "top_p": 0.9}}
 # How often a function of the user's has run. No attribute of a module, which would be a trace.
@@ -79,12 +75,6 @@ CHANGES = {
     "hook before": (with_pre_hook, "a forward hook of a LlamaRMSNorm"),
     "int8": (with_int8, None),
 }
-
-
-@pytest.fixture(autouse=True)
-def traced_only(monkeypatch):
-    """Steps are traced as they are to be compiled, and run as they were: the compiler itself takes its time."""
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
 
 
 def run(model, mode):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """generate() of tensor-parallel models over 2 and 4 processes. whole_parallel_checks.py has what each process checks."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import subprocess

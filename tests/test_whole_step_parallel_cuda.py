@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captured steps of tensor-parallel models, by NCCL. whole_parallel_cuda_checks.py has what each process checks."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 

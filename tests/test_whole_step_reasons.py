@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user, or a library, may have changed that the loops of transformers honour: known or declined, with stock's results."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 import transformers
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from decoding import assert_whole, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import fused_decoding
@@ -74,7 +69,6 @@ def test_a_generate_that_takes_only_what_it_knows(of, model):
     else:
         model.generate = generate.__get__(model)
     expected = model.generate(**inputs_for(model), **BEAMS, do_sample=False)
-    stats(reset=True)
     with whole(model):
         assert torch.equal(model.generate(**inputs_for(model), **BEAMS, do_sample=False), expected)
     assert stats(reset=True).reasons == {"a generate() that takes no custom_generate": 1}

@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in a row of which the next one differs in one thing: none gets what is kept of another that it must not have."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
-from decoding import TOLERANCE, also, assert_same, generate_both, inputs_for, one_thread  # noqa: F401
-from fused_topk.generation import fused_decoding
-from fused_topk.generation.whole_step import compiled
-from whole_steps import encoder_decoder, family, source_for
+from decoding import also, assert_whole, inputs_for, one_thread  # noqa: F401
+from whole_steps import compiling, encoder_decoder, family, source_for, traced_only  # noqa: F401
 
-keeping = functools.partial(fused_decoding, compile=True)
+pytestmark = pytest.mark.usefixtures("traced")
 
 # Ends that beams meet early and late, and more room than they need.
 _BASE = {
@@ -51,21 +44,12 @@ _OF_ANOTHER_GRAPH = {"fewer-ends": {"eos_token_id": [5, 6]}, "no-ends": {"eos_to
 _SAME_TOKENS = {"scores": {"output_scores": True}, "logits": {"output_logits": True}}
 
 
-@pytest.fixture(autouse=True)
-def traced_only(monkeypatch):
-    """Steps are traced as they are to be compiled, and run as they were."""
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
-
-
 def assert_kept(model, inputs, **options):
     """Kept steps give what stock gives, which is returned."""
     options = {**_BASE, **options}
     if options["num_beams"] == 1:
         options = {name: value for name, value in options.items() if name not in ("early_stopping", "length_penalty")}
-    stock, given, steps = generate_both(model, inputs, fused=keeping, **options)
-    assert_same(stock, given, TOLERANCE)
-    assert steps.compiled == steps.whole > 0, steps
-    return stock["sequences"]
+    return assert_whole(model, inputs, compile=True, kinds=["compiled"], **options)["sequences"]
 
 
 def assert_each(model, calls, shows=True):
@@ -146,6 +130,6 @@ def test_nan_in_the_call_before(kind, num_beams):
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = torch.nan
     of_beams = {} if num_beams > 1 else {"early_stopping": False}
-    with keeping(model):
+    with compiling(model):
         model.generate(**poisoned, **{**_BASE, **of_beams}, num_beams=num_beams, do_sample=False)
     assert token not in assert_kept(model, inputs, num_beams=num_beams)

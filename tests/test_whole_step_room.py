@@ -1,34 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Room for new tokens that grows as texts do: the results of stock across each size, and memory that follows the texts."""
 
-from __future__ import annotations
-
 import copy
-import functools
 
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from decoding import Recorder, also, assert_whole, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import fused_decoding
-from fused_topk.generation.whole_step import cache, compiled, entry, room, shape
+from fused_topk.generation.whole_step import cache, entry, room, shape
 from fused_topk.generation.whole_step.beams import Rules
-from whole_steps import SERVED, SERVED_WITH_SOURCE, encoder_decoder, family, source_for
+from whole_steps import SERVED, SERVED_WITH_SOURCE, compiling, encoder_decoder, family, source_for, traced_only  # noqa: F401
 
-keeping = functools.partial(fused_decoding, compile=True)
 # To trace a step takes seconds.
 WAYS = [pytest.param(False, id="operations"), pytest.param(True, id="kept", marks=pytest.mark.exhaustive)]
 OPTIONS = {"max_new_tokens": 40, "eos_token_id": None}
 
 
 @pytest.fixture(autouse=True)
-def little_room_and_traced_only(monkeypatch):
+def little_room(traced, monkeypatch):
     """Sizes of 1, 5, 9 and so on, or, of what is kept, of 16 and 32; and steps are traced, but not compiled."""
     monkeypatch.setattr(room, "FIRST", 4)
     monkeypatch.setattr(room, "MORE", 4)
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
 
 
 def model_and_inputs(name):
@@ -121,7 +114,7 @@ def test_an_exception_leaves_a_step_as_it_was(monkeypatch):
     (step,) = entry._ready.get(model).store._kept.values()
 
     for _ in range(2):
-        with keeping(model), pytest.raises(OSError, match="gone"):
+        with compiling(model), pytest.raises(OSError, match="gone"):
             model.generate(**inputs, **options, do_sample=False, streamer=Failing())
         assert [*entry._ready.get(model).store._kept.values()] == [step]
         with torch.compiler.set_stance("fail_on_recompile"):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A seed gives the texts of stock generate(), which leaves the generator in the same state; any processor, any criterion."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -10,9 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is kept of a model: that it is made anew where the model has changed, and that it goes with the model."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -15,38 +13,25 @@ import weakref
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import modeling_utils
 from transformers.models.llama import modeling_llama as llama
 
 from captured import graphs_of
-from decoding import TOLERANCE, assert_same, assert_whole, generate_both, inputs_for, one_thread  # noqa: F401
+from decoding import assert_whole, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import disable, fused_decoding
-from fused_topk.generation.whole_step import attribute, compiled, entry
+from fused_topk.generation.whole_step import attribute, entry
 from fused_topk.generation.whole_step.twin import Snapshot
-from whole_steps import assert_declined, family, own_model, weight_once_served, whole  # noqa: F401
+from whole_steps import assert_declined, compiling, family, own_model, traced_only, weight_once_served, whole  # noqa: F401
 
-compiling = functools.partial(fused_decoding, compile=True)
+pytestmark = pytest.mark.usefixtures("traced")
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
 
-@pytest.fixture(autouse=True)
-def traced_only(monkeypatch):
-    """Steps are traced as they are to be compiled, and run as they were: the compiler itself takes its time."""
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
-
-
 def assert_as_stock(model, **options):
     """Compiled steps give what stock gives, and are made of the model as it is."""
-    stock, given, steps = generate_both(
-        model, fused=compiling, **{"max_new_tokens": 6, "output_scores": False, **options}
-    )
-    assert_same(stock, given, TOLERANCE)
-    assert steps.compiled == steps.whole > 0, steps
-    return stock["sequences"]
+    options = {"max_new_tokens": 6, "output_scores": False, **options}
+    return assert_whole(model, compile=True, kinds=["compiled"], **options)["sequences"]
 
 
 def is_seen(model, change):

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps whose attention reads keys by a table of ancestors, as on a GPU: here a stand-in computes what the kernel does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 import attention_by_table
 from decoding import assert_whole, inputs_for

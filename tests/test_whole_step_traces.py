@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users' own code in a model keeps, counts or draws: texts and the state after a call are those of stock generate()."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import signal
@@ -11,9 +9,6 @@ import threading
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
-
 from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -193,7 +188,6 @@ def test_a_model_in_training_mode_without_dropout_is_served():
     model = copy.deepcopy(family("Llama")).train()
     inputs = inputs_for(model, 2)
     expected = model.generate(**inputs, **OPTIONS)
-    stats(reset=True)
     with fused_decoding(model):
         assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
     assert stats(reset=True).whole == 6 and model.training
@@ -212,7 +206,6 @@ def test_a_function_of_the_users_own_is_called_as_in_stock(place, monkeypatch):
         model.config._attn_implementation = "mine_of_a_test"
     elif place == "class":
         monkeypatch.setattr(DynamicCache, "update", counted(DynamicCache.update))
-    stats(reset=True)
     for block in (contextlib.nullcontext(), fused_decoding(model)):
         calls.clear()
         given = {}
@@ -244,7 +237,6 @@ def test_an_exception_of_an_alarm_reaches_the_caller(monkeypatch):
         raise Late
 
     reason = trial._reason
-    stats(reset=True)
     before = signal.signal(signal.SIGALRM, ring)
     try:
         with fused_decoding(model):

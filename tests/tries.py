@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random catalogues, and what may follow a text by the items themselves."""
 
-from __future__ import annotations
-
 import random
 
 # Both ends of the words of a mask.

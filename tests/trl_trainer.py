@@ -4,8 +4,6 @@
 Not collected by pytest: trl_trainer.sh runs it, in an environment that has TRL.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -69,26 +67,15 @@ def trained(trainer: Any, folder: Path, **options: Any) -> tuple[list[str], list
     made = trainer(
         model=llama(),
         args=trl.GRPOConfig(
-            output_dir=str(folder),
-            max_steps=STEPS,
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=8,
-            learning_rate=1e-3,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-            bf16=False,
-            seed=3,
-            **options,
+            output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, num_generations=4,
+            max_completion_length=8, learning_rate=1e-3, logging_steps=1, report_to=[], save_strategy="no",
+            use_cpu=True, disable_tqdm=True, bf16=False, seed=3, **options,
         ),
         processing_class=word_tokenizer(),
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6 w7", "w8", "w9 w10", "w11 w4 w5 w6"]}),
         reward_funcs=reward,
         callbacks=[gradients],
-    )
+    )  # fmt: skip
     made.train()
     logs = [{name: step[name] for name in ("loss", "grad_norm", "entropy")} for step in made.state.log_history[:STEPS]]
     return texts, logs, gradients

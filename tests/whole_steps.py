@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of many families with random weights, and the comparison of stock and whole-step generate()."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys
@@ -12,22 +10,16 @@ import pytest
 import torch
 import transformers
 
-from decoding import PAD, SHAPE_OF_BOTH, SOUND, TOKENS, assert_same, generate_both, inputs_for, with_biases
+from decoding import PAD, SHAPE_OF_BOTH, SOUND, TOKENS, VERSION, assert_same, generate_both, inputs_for, with_biases
 from fused_topk.generation import fused_decoding
-from fused_topk.generation.whole_step import entry
+from fused_topk.generation.whole_step import compiled, entry
 
-# One operation after another: to compile each step of the tests takes its time.
-whole = functools.partial(fused_decoding)
+whole, compiling = fused_decoding, functools.partial(fused_decoding, compile=True)
 
 _SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 96,
-    "head_dim": 8,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 96, "head_dim": 8,
+}  # fmt: skip
 _WINDOW = {"sliding_window": 5}
 _EXPERTS = {
     "num_experts": 4,
@@ -103,6 +95,12 @@ def family(name: str, seed: int = 0, attention: str | None = None, dtype: torch.
     return with_biases(_head(name)(made), seed).to(dtype).eval()
 
 
+@pytest.fixture(name="traced")
+def traced_only(monkeypatch):
+    """Steps are traced as they are to be compiled, and run as they were: the compiler itself takes its time."""
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+
+
 @pytest.fixture(name="model")
 def own_model():
     """A model of its own for each test, which may change it."""
@@ -128,10 +126,9 @@ ENCODER_DECODERS = {
     "EncoderDecoder": ("Model", {}),
     "Speech2Text": ("ForConditionalGeneration", {**SOUND, "input_feat_per_channel": 8, "conv_channels": 32}),
 }
-_VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 # Before transformers 5 the first two have attention, or masks, of their own. The last one draws in every pass.
 _SERVED_LATER = {"EncoderDecoder": (5, 0), "Speech2Text": (5, 0), "M2M100": (5, 17)}
-SERVED_WITH_SOURCE = [name for name in ENCODER_DECODERS if _SERVED_LATER.get(name, (0, 0)) <= _VERSION]
+SERVED_WITH_SOURCE = [name for name in ENCODER_DECODERS if _SERVED_LATER.get(name, (0, 0)) <= VERSION]
 
 
 @functools.cache

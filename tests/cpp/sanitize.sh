@@ -20,7 +20,7 @@ export FUSED_TOPK_TEST_EXTENSION PYTHONPATH=tests
 export LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 if (($# == 0)); then
-  set -- tests/test_cpu.py tests/test_adversarial.py tests/test_layouts.py tests/test_masks.py tests/test_properties.py \
+  set -- tests/test_cpu.py tests/test_adversarial.py tests/test_determinism.py tests/test_masks.py \
     -k "not reference"
 fi
 # Uncaptured, because a report ends the process.

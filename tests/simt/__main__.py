@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one case on the emulated machine and says what happened."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -61,21 +59,9 @@ def main(
     if address_sanitizer and "LD_PRELOAD" not in os.environ:
         raise SystemExit(subprocess.run(sys.orig_argv, env=address_sanitizer_environment()).returncode)
     case = Case(
-        vocab_size,
-        k,
-        dtype.value,
-        rows,
-        entry,
-        owner.value,
-        splits,
-        tiles_per_part,
-        mask,
-        normalize,
-        temperature,
-        start,
-        padding,
-        beams,
-    )
+        vocab_size, k, dtype.value, rows, entry, owner.value, splits, tiles_per_part, mask, normalize, temperature,
+        start, padding, beams,
+    )  # fmt: skip
     print(f"{case}\n{case.choice()}")
     failed = 0
     for name in SCHEDULES if schedule.value == "all" else (schedule.value,):
@@ -83,13 +69,9 @@ def main(
             print(f"--schedule {name} --seed {number}: ", end="", flush=True)
             try:
                 outcomes = check(
-                    case,
-                    schedule=name,
-                    seed=number,
-                    architecture=architecture,
-                    debug=debug,
+                    case, schedule=name, seed=number, architecture=architecture, debug=debug,
                     address_sanitizer=address_sanitizer,
-                )
+                )  # fmt: skip
             except AssertionError as error:
                 failed += 1
                 print(f"FAILED\n{error}")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles kernels together with the emulated machine into shared libraries, each once for each text and set of options."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

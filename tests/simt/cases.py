@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases that every machine must agree on: the emulated one and, where there is one, a GPU."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

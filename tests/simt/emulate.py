@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the emulated machine in the GPU's place: what fused_topk/cuda_runtime/driver.py launches runs there, packed as it packs it."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re
@@ -56,15 +54,11 @@ def emulated(
         together = {"max_blocks": math.prod(given["grid"])} if given.get("is_cooperative") else {}
         outcomes.append(
             launch(
-                given["kernel"],
-                given["grid"],
-                given["threads"],
-                given["arguments"],
-                [*arrays, *allocations.arrays, *tickets],
-                shared_bytes=given.get("shared_bytes", 0),
+                given["kernel"], given["grid"], given["threads"], given["arguments"],
+                [*arrays, *allocations.arrays, *tickets], shared_bytes=given.get("shared_bytes", 0),
                 **{**together, **how},
             )
-        )
+        )  # fmt: skip
 
     def zeroed(_device: int, count: int) -> int:
         counters = torch.zeros(count, dtype=torch.int32)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches one kernel on the emulated machine (host.cpp) and says what went wrong."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

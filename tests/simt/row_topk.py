@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launches of fused_topk/operators/row_topk.py on the emulated machine, one function each: what memory each may touch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -19,15 +17,17 @@ from .launch import Array, Outcome
 
 
 def row_topk(
-    problem: TopkProblem, choice: KernelChoice, *, beam_scores: Tensor | None = None, **how: Any
+    problem: TopkProblem,
+    choice: KernelChoice,
+    *,
+    beam_scores: Tensor | None = None,
+    readable: int | None = None,
+    **how: Any,
 ) -> tuple[TopK, Outcome]:
-    """What the kernel of `choice` makes of CPU tensors. `how`: see emulated()."""
+    """What the kernel of `choice` makes of CPU tensors. readable: how many tokens of each row it may read. how: see emulated()."""
     out = empty_result(problem, beam_scores)
-    inputs = {
-        **problem.rows._asdict(),
-        "beam_scores": beam_scores,
-    }
-    arrays = [Array(name, tensor, "input") for name, tensor in inputs.items() if isinstance(tensor, Tensor)]
+    inputs = {**problem.rows._asdict(), "logits": problem.rows.logits[..., :readable], "beam_scores": beam_scores}
+    arrays = [Array(name, x, "input") for name, x in inputs.items() if isinstance(x, Tensor) and x.numel()]
     arrays += [Array(name, tensor, "output") for name, tensor in out._asdict().items()]
     with emulated(arrays, **how) as outcomes:
         start(cuda, problem, out, beam_scores, choice=choice)

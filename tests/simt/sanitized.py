@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of a test module's functions in a process that AddressSanitizer watches."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

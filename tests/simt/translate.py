@@ -6,8 +6,6 @@
 - The instructions of an `asm` statement become calls of functions of ptx.h. An empty statement stays.
 """
 
-from __future__ import annotations
-
 import re
 
 _SHARED = re.compile(
