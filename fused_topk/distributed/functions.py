@@ -46,6 +46,8 @@ def softmax_topk(
 
     >>> softmax_topk(local_logits, k=8).indices  # doctest: +SKIP
 
+    The other arguments, the same on all processes, and the errors are those of :func:`fused_topk.softmax_topk`.
+
     Every process calls it with its columns of the same rows. The whole vocabulary is those of rank 0, then those of rank 1,
     and so on. One all-gather moves 8 + k (8 + the bytes of a logit) bytes a row and process, and 16 a call. On a CPU that is rounded
     up to a power of two, 4 KB at least, and a call of more bytes than the one before it has a second all-gather.
@@ -55,19 +57,14 @@ def softmax_topk(
             processes, and may be 0.
         k: the number of results per row, at most the size of the whole vocabulary; the same on all processes. Compiled calls,
             and those in a CUDA graph, cannot check it: they fill the result up with the value of a logit of -inf and the index -1.
-        temperature: a positive number, or a tensor with one number per row; the same on all processes.
-        mask: the tokens that may be chosen, of this process's columns: bool, or packed int32 with the process's first column
-            first.
+        mask: of this process's columns, packed int32 with the process's first column first.
         lengths: how many of this process's first columns there are, one number a row, 0 <= length <= V_local.
-        normalize: "allowed", "all" or "topk", of the whole vocabulary. See :func:`fused_topk.softmax_topk`.
-        backend: None, "cuda", "cpu" or "reference".
         group: the process group; by default the one of all processes.
 
     Returns:
         TopK as :func:`fused_topk.softmax_topk` returns it for the whole vocabulary.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`fused_topk.softmax_topk`.
         ValueError: on every process, if they pass another k, dtype, number of rows or normalize. On a CPU every call compares
             them. On a GPU the first call of a kind does so, by a second, small collective. Where a process changes its calls
             later, and buffers of another size meet, NCCL may hang; FUSED_TOPK_CHECK_DISTRIBUTED=1 compares at every call.
@@ -138,8 +135,7 @@ def beam_topk(
 
     >>> beam_topk(local_logits, beam_scores, k=8).indices  # doctest: +SKIP
 
-    The other arguments, errors and contract are those of :func:`softmax_topk`, the result is that of
-    :func:`fused_topk.beam_topk`.
+    The other arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.beam_topk`.
 
     Args:
         local_logits: shape (batch, beams, V_local).

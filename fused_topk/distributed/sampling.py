@@ -58,33 +58,14 @@ def sample(
 ) -> Sample:
     """Tokens drawn from the whole vocabulary, the same on every process of the group.
 
-    What :func:`fused_topk.sample` draws from the columns of all processes in the order of their ranks. Every process of the group
-    must make the call, with the same arguments but for `local_logits` and `mask`.
+    What :func:`fused_topk.sample` draws from the columns of all processes in the order of their ranks, and returns for the whole
+    vocabulary. Every process of the group must make the call, with the same arguments but for its columns, their mask and lengths.
+
+    The other arguments, and the errors, are those of :func:`softmax_topk` and of :func:`fused_topk.sample`.
 
     Args:
-        local_logits: shape (..., V_local), this process's columns, as for :func:`softmax_topk`.
-        temperature: this and all following arguments are those of :func:`fused_topk.sample`.
-        mask: the tokens of this process's columns that may be drawn.
-        lengths: how many of this process's first columns there are, one number a row.
-        top_k: how many of the best tokens may be drawn; 0 or -1 for all.
-        top_p: the share of the probability that may be drawn.
-        min_p: the least probability, relative to the best token's.
-        seed: names the random numbers, the same on all processes.
-        counter: the same on all processes.
         generator: names the random numbers where there is no `seed`. The first process's are taken; the others advance theirs,
             too.
-        num_samples: independent draws from each row.
-        topk: how many of the row's best tokens to return as well.
-        logprobs: "model", or "kept" for log-probabilities of the distribution that was drawn from.
-        kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
-        backend: None, "cuda", "cpu" or "reference": what reads the columns.
-        group: the process group; None: all processes.
-
-    Returns:
-        Sample, as :func:`fused_topk.sample` returns it for the whole vocabulary.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`fused_topk.sample` and :func:`softmax_topk`.
 
     Contract:
         The tokens are those of the unsharded call, unless a draw's uniform number is within 2^-19 of a border between two

@@ -37,7 +37,7 @@ def beam_topk(
 
     Equals `torch.topk((log_softmax(logits.float(), -1) + beam_scores[..., None]).flatten(1), k)`.
 
-    The other arguments are those of :func:`softmax_topk`.
+    The other arguments, and the errors, are those of :func:`softmax_topk`.
 
     Args:
         logits: shape (batch, beams, V).
@@ -49,13 +49,10 @@ def beam_topk(
         TopK with values float32 (batch, k), the accumulated log-probabilities; indices int64 (batch, k), each
         beam * V + token; logsumexp float32 (batch, beams).
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
-
     Contract:
         Order: greater accumulated values first, after rounding to float32; equal values by smaller beam, and within a
         beam in the order of its logits. So a beam contributes its best tokens even if its score is so low that all of its
-        sums round to the same number. The rest of the contract is that of :func:`softmax_topk`.
+        sums round to the same number. The rest is the contract of :func:`softmax_topk`.
     """
     check_common_normalize(normalize, "beam_topk")
     check_backend(backend)

@@ -13,14 +13,14 @@ from torch import Tensor
 from .. import backends
 from ..arguments import check_backend
 from ..gone import refuse
-from ..operators.routing import Result, plan
+from ..operators.routing import plan, result_of
 from ..operators.routing import router_topk as routed
 from ..operators.routing import router_topk_into as routed_into
 from ..problem import RouterTopK, result_dtype
 from ..router_arguments import INDEX_DTYPES, check_bias, check_router
 from ..row_arguments import check_rows, is_plain, plain_rows
 from ..rows import like_given
-from .out import check_out, have_changed, is_plain_out, may_be_plain, with_size
+from .out import checked, have_changed, may_be_plain, run_into
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (RouterTopK, tuple)
@@ -129,12 +129,8 @@ def router_topk(
             planned = plan(logits.device, rows.layout(), like_given(bias), asked, index_dtype, backend)
             if out is None:
                 return planned.run(rows, bias)
-            written = RouterTopK(*out)
-            if not is_plain_out(written, planned.result, rows, bias):
-                check_out(written, planned.result, rows, RouterTopK._fields, bias)
-            planned.run_into(written, rows, bias)
-            have_changed(written)
-            return written
+            into: RouterTopK = run_into(planned, out, rows, bias)
+            return into
     rows = check_rows(logits, mask=mask, dim=dim)
     moved = rows.logits is not logits
     bias = check_bias(bias, rows.logits)
@@ -146,13 +142,10 @@ def router_topk(
     if out is None:
         result = routed(rows, bias, asked, index_dtype, backend)
         return RouterTopK(*(x.movedim(-1, dim) for x in result)) if moved else result
-    expected = [(with_size(logits.shape, dim, k), dtype) for _, dtype in Result.of(rows.logits, k, index_dtype)]
-    check_out(out, expected, rows, RouterTopK._fields, bias)
-    written = RouterTopK(*out)
-    last = RouterTopK(*(x.movedim(dim, -1) for x in written)) if moved else written
+    written, last = checked(out, RouterTopK._fields, result_of(rows.logits, k, index_dtype), rows, dim, bias)
     if not routed_into(rows, bias, asked, backend, last):
         have_changed(written)
-    return written
+    return RouterTopK(*written)
 
 
 def _index_dtype_of(out: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from .. import backends
@@ -18,16 +17,13 @@ from ..arguments import (
 )
 from ..gone import refuse
 from ..operators.results import row_result
-from ..operators.row_topk import Plan, plan, row_topk, row_topk_into
+from ..operators.row_topk import plan, row_topk, row_topk_into
 from ..problem import TopK, TopKLogits
 from ..row_arguments import check_rows, plain_rows
-from ..rows import LogitRows
-from .out import check_out, have_changed, is_plain_out, may_be_plain, with_size
+from .out import checked, have_changed, may_be_plain, run_into
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, TopKLogits, tuple)
-_new = tuple.__new__  # quicker than a named tuple's own, which is written in Python
-_NO_LOGSUMEXP = torch.empty(0, device="cpu")
 
 
 def softmax_topk(
@@ -109,18 +105,7 @@ def log_softmax_topk(
     >>> log_softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
     tensor([-0.4076, -1.4076])
 
-    The contract is that of :func:`softmax_topk`. A token that is not allowed has the value -inf.
-
-    The other arguments are those of :func:`softmax_topk`.
-
-    Args:
-        normalize: "allowed", "all" (log-probabilities of the whole row, as in beam search) or "topk".
-
-    Returns:
-        TopK with values float32 (..., k), indices int64 (..., k), logsumexp float32 (...).
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+    Arguments, result, errors and contract are those of :func:`softmax_topk`. A token that is not allowed has the value -inf.
     """
     if gone:
         refuse("log_softmax_topk", gone)
@@ -143,18 +128,13 @@ def topk(
     >>> topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
     tensor([3., 2.])
 
-    Like `torch.topk`, but ties are determined: the order and the contract are those of :func:`softmax_topk`.
-
-    The other arguments are those of :func:`softmax_topk`.
+    Like `torch.topk`, but ties are determined. The other arguments, the errors and the contract are those of :func:`softmax_topk`.
 
     Args:
         out: (values, indices) to write into.
 
     Returns:
         TopKLogits with values (..., k), bit-exact copies in the dtype of `logits`, and indices int64 (..., k).
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
     if gone:
         refuse("topk", gone)
@@ -186,7 +166,8 @@ def _row(
         if rows is not None:
             planned = plan(logits.device, rows.layout(), k, values, normalize, backend)
             if out is not None:
-                return _written(planned, rows, out)
+                written: TopK = run_into(planned, out, rows)
+                return written
             best = planned.run(rows)
             return best if dim == -1 else _with_dim(best, dim)
     check_normalize(normalize)
@@ -204,15 +185,7 @@ def _row(
         best = row_topk(rows, k, values, normalize, backend)
         return _with_dim(best, dim) if moved else best
 
-    fields = _fields(values)
-    expected = list(row_result(rows.logits, k, values))[: len(fields)]
-    expected[:2] = [(with_size(logits.shape, dim, k), dtype) for _, dtype in expected[:2]]
-    check_out(out, expected, rows, fields)
-    values_of, indices, *logsumexp = out
-    written = TopK(values_of, indices, *(logsumexp or [logits.new_empty(0)]))
-    last = (
-        TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
-    )
+    written, last = checked(out, _fields(values), row_result(rows.logits, k, values), rows, dim)
     if not row_topk_into(rows, k, values, normalize, backend, last):
         have_changed(written)
     return written
@@ -226,18 +199,3 @@ def _with_dim(best: TopK, dim: int) -> TopK:
 def _fields(values: str) -> tuple[str, ...]:
     """The fields of `out`."""
     return TopKLogits._fields if values == "logits" else TopK._fields
-
-
-def _written(planned: Plan, rows: LogitRows, out: tuple[Tensor, ...]) -> TopK:
-    """Runs a plan into `out`, once it is checked."""
-    # Of topk() there is no logsumexp.
-    written = out if type(out) is TopK else _new(TopK, out if len(out) == 3 else (*out, _NO_LOGSUMEXP))
-    if not is_plain_out(out, planned.result, rows):
-        check_out(out, planned.result[: len(out)], rows, TopK._fields[: len(out)])
-    elif written.indices.dtype is torch.int64:
-        planned.start(rows, written)
-        have_changed(out)
-        return written
-    planned.run_into(written, rows)
-    have_changed(out)
-    return written

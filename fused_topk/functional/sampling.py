@@ -187,7 +187,7 @@ def sample(
         of_noise = _checked_noise(noise, logits, seed, counter, generator, num_samples)
         of_seed = of_counter = _NO_NAME
     problem = problem_of(rows, of_each, of_seed, of_counter, request, of_noise)
-    result = sampling.sample(problem, backend) if plan is None else plan.prepared.run(problem)
+    result = sampling.sample(problem, backend) if plan is None else sampling.draw(problem, plan.start)
     if ranks:
         result = _with_ranks(result, rows, backend)
     return result if logits.dim() == 2 else shaped(result, logits.shape[:-1])
@@ -258,7 +258,7 @@ class _Plan(NamedTuple):
     """All of a call except its seeds and tensors."""
 
     numbers: _Numbers
-    prepared: sampling.Plan
+    start: sampling.Start
 
 
 # Typed, because top_k=2.0 is an error, though 2.0 == 2.

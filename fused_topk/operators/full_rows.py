@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,27 +35,12 @@ _CPU_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}  # as in csrc/cpu/
 Start = Callable[[LogitRows, Tensor], None]
 
 
-class Plan(NamedTuple):
-    """A checked and prepared request. It lacks only the tensors."""
-
-    shape: torch.Size  # of the result
-    dtype: torch.dtype  # of the result
-    is_alike: bool  # whether the result has the shape, the dtype and the strides of the logits
-    start: Start
-
-    def run(self, rows: LogitRows) -> Tensor:
-        """Computes the result into a new tensor and returns it."""
-        logits = rows.logits
-        # torch.empty_like takes less time than torch.empty.
-        is_alike = self.is_alike
-        out = empty_like(logits) if is_alike else empty(size=self.shape, dtype=self.dtype, device=logits.device)
-        self.start(rows, out)
-        return out
-
-
 @functools.lru_cache(maxsize=4096)
-def plan(device: torch.device, layout: RowsLayout, values: str, dtype: torch.dtype | None, backend: str | None) -> Plan:
-    """Checks the layout and the other arguments, and plans the call, once for all calls with the same layout and arguments.
+def plan(
+    device: torch.device, layout: RowsLayout, values: str, dtype: torch.dtype | None, backend: str | None
+) -> Callable[[LogitRows], Tensor]:
+    """Checks the layout and the other arguments, and plans the call, once for all calls with the same layout and arguments. Returns
+    what computes a new result, given the tensors.
 
     dtype: of the result, as the user gives it.
     """
@@ -65,9 +50,15 @@ def plan(device: torch.device, layout: RowsLayout, values: str, dtype: torch.dty
     shape = _shape(logits, values)
     is_alike = shape == logits.shape and dtype is logits.dtype and logits.is_contiguous()
     chosen = backends.pick(device, logits.dtype, 1, backend)
-    if logits.numel() == 0:
-        return Plan(shape, dtype, is_alike, lambda rows, out: None)
-    return Plan(shape, dtype, is_alike, PREPARE[chosen](FullRowProblem(rows, values), device, dtype))
+    start = PREPARE[chosen](FullRowProblem(rows, values), device, dtype) if logits.numel() else lambda rows, out: None
+
+    def run(rows: LogitRows) -> Tensor:
+        # torch.empty_like takes less time than torch.empty.
+        out = empty_like(rows.logits) if is_alike else empty(size=shape, dtype=dtype, device=device)
+        start(rows, out)
+        return out
+
+    return run
 
 
 def _shape(logits: Tensor, values: str) -> torch.Size:
@@ -168,7 +159,7 @@ def _run(*arguments: Any) -> Tensor:
     if rows.mask is not None:
         # The kernels of whole rows read no mask.
         rows = rows.with_logits(rows.counted())._replace(mask=None, lengths=None)
-    return plan(rows.logits.device, rows.layout(), *request).run(rows)
+    return plan(rows.logits.device, rows.layout(), *request)(rows)
 
 
 def _fake(*arguments: Any) -> Tensor:

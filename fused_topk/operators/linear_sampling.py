@@ -65,7 +65,7 @@ def _draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: 
         numbers: Any = {name: x[part] for name in _NUMBERS if (x := getattr(request, name)) is not None}
         rows_of_block = block.of.of_tokens(logits, 0, vocab_size)
         of_block = request._replace(rows=rows_of_block, first_row=part.start, **numbers)
-        sampling.plan_of(of_block, backend).start(of_block, changed(out, operator.itemgetter(part)))
+        sampling.plan_of(of_block, backend)(of_block, changed(out, operator.itemgetter(part)))
     return out
 
 

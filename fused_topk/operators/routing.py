@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from ..rows import ROWS_FIELDS, ROWS_SCHEMA, Like, LogitRows, RowsLayout, like_g
 from .dispatch import is_seen_by_torch
 from .gradients import for_inputs, save_rows, saved_rows
 from .operator import Operator, mapped, take_turns
-from .results import empty
+from .results import Plan, Result
 
 # As in csrc/routers/scores.h.
 _LOG2_E, _LN2_HIGH, _LN2_LOW = (float.fromhex(x) for x in ("0x1.715476p+0", "0x1.62p-1", "0x1.c85fep-10"))
@@ -52,45 +52,13 @@ _LEAST_SUM = 1e-20
 _SUMMED_WEIGHTS = 32
 
 # Runs a prepared request on tensors of the layout that it was prepared for, and writes the contiguous result.
-Start = Callable[[LogitRows, Tensor | None, RouterTopK], None]
+Start = Callable[[LogitRows, RouterTopK, Tensor | None], None]
 
 
-class Result(NamedTuple):
-    """The shape and the dtype of each field of a :class:`RouterTopK`."""
-
-    weights: tuple[tuple[int, ...], torch.dtype]
-    experts: tuple[tuple[int, ...], torch.dtype]
-
-    @staticmethod
-    def of(logits: Tensor, k: int, index_dtype: torch.dtype) -> Result:
-        """Those for k experts of each row."""
-        shape = (*logits.shape[:-1], k)
-        return Result((shape, result_dtype(logits.dtype)), (shape, index_dtype))
-
-    def empty(self, device: torch.device) -> RouterTopK:
-        """New uninitialised tensors of these shapes and dtypes."""
-        return RouterTopK(*(empty(size=shape, dtype=dtype, device=device) for shape, dtype in self))
-
-
-class Plan(NamedTuple):
-    """A checked and prepared request. It lacks only the tensors."""
-
-    result: Result
-    start: Start
-
-    def run(self, rows: LogitRows, bias: Tensor | None) -> RouterTopK:
-        """Computes the result into new tensors and returns them."""
-        out = self.result.empty(rows.logits.device)
-        self.start(rows, bias, out)
-        return out
-
-    def run_into(self, out: RouterTopK, rows: LogitRows, bias: Tensor | None) -> None:
-        """Computes the result into `out`: in place if it is contiguous, else by way of a copy."""
-        if out.weights.is_contiguous() and out.experts.is_contiguous():
-            self.start(rows, bias, out)
-            return
-        for given, computed in zip(out, self.run(rows, bias), strict=True):
-            given.copy_(computed)
+def result_of(logits: Tensor, k: int, index_dtype: torch.dtype) -> Result[RouterTopK]:
+    """The shapes and dtypes for k experts of each row."""
+    shape = (*logits.shape[:-1], k)
+    return Result(RouterTopK, (shape, result_dtype(logits.dtype)), (shape, index_dtype))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -101,7 +69,7 @@ def plan(
     request: tuple[Any, ...],
     index_dtype: torch.dtype,
     backend: str | None,
-) -> Plan:
+) -> Plan[RouterTopK]:
     """Checks the layout and the other arguments, and plans the call, once for all calls with the same layout and arguments.
 
     request: the fields of :class:`RouterProblem` after the bias.
@@ -111,11 +79,11 @@ def plan(
     k, *_ = request
     check_router(logits.shape[-1], index_dtype, *request)
     chosen = backends.pick_router(device, logits.dtype, logits.shape[-1], k, backend)
-    result = Result.of(logits, k, index_dtype)
+    result = result_of(logits, k, index_dtype)
     if logits.numel() == 0:
-        return Plan(result, lambda rows, bias, out: None)
+        return Plan(result, device, lambda rows, out, bias: None)
     problem = RouterProblem(rows, None if bias is None else bias.meta(), *request)
-    return Plan(result, PREPARE[chosen](problem, device))
+    return Plan(result, device, PREPARE[chosen](problem, device))
 
 
 def reference(problem: RouterProblem, out: RouterTopK) -> None:
@@ -212,7 +180,7 @@ def _sum(x: Tensor, least: int) -> Tensor:
 
 
 def _prepare_reference(problem: RouterProblem, device: torch.device) -> Start:
-    return lambda rows, bias, out: reference(problem._replace(rows=rows.broadcast(), bias=bias), out)
+    return lambda rows, out, bias: reference(problem._replace(rows=rows.broadcast(), bias=bias), out)
 
 
 def prepare_cpu(problem: RouterProblem, device: torch.device, instruction_set: str = "") -> Start:
@@ -229,7 +197,7 @@ def prepare_cpu(problem: RouterProblem, device: torch.device, instruction_set: s
         p.scale,
     )
 
-    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
+    def run(rows: LogitRows, out: RouterTopK, bias: Tensor | None) -> None:
         weights, experts = out
         is_short = experts.dtype is torch.int32
         places = weights.data_ptr(), experts.data_ptr()
@@ -248,10 +216,10 @@ def prepare_cuda(problem: RouterProblem, device: torch.device) -> Start:
     shared_bytes = router_launch.shared_bytes(experts, itemsize, p.groups)
     has_adjacent = cuda.has_adjacent(logits)
 
-    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
+    def run(rows: LogitRows, out: RouterTopK, bias: Tensor | None) -> None:
         if planned is None or not has_adjacent or rows.logits.data_ptr() % itemsize:
             copied = cuda.copied(rows.broadcast())
-            prepare_cuda(problem._replace(rows=copied), device)(copied, bias, out)
+            prepare_cuda(problem._replace(rows=copied), device)(copied, out, bias)
             return
         if bias is not None and bias.data_ptr() % router_launch.BIAS_ALIGNMENT:
             bias = bias.clone()
@@ -278,13 +246,13 @@ def _run_into(*arguments: Any) -> None:
     _plan_of(rows, bias, request, experts.dtype, backend).run_into(RouterTopK(weights, experts), rows, bias)
 
 
-def _plan_of(rows: LogitRows, bias: Tensor | None, request: list[Any], *others: Any) -> Plan:
+def _plan_of(rows: LogitRows, bias: Tensor | None, request: list[Any], *others: Any) -> Plan[RouterTopK]:
     return plan(rows.logits.device, rows.layout(), like_given(bias), tuple(request), *others)
 
 
 def _fake(*arguments: Any) -> RouterTopK:
     rows, (_, k, *_, index_dtype, _) = unflattened(arguments)
-    return Result.of(rows.logits, k, index_dtype).empty(rows.logits.device)
+    return result_of(rows.logits, k, index_dtype).empty(rows.logits.device)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: RouterTopK) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,45 +31,13 @@ from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from . import gradients
 from .dispatch import is_seen_by_torch
 from .operator import Operator, mapped
-from .results import Result, beam_result, empty, empty_like, few_like, row_result
+from .results import Plan, beam_result, empty, row_result
 
 
 class Start(Protocol):
     """Runs a prepared request on tensors of the layout that it was prepared for, and writes the contiguous `out`."""
 
     def __call__(self, rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None: ...
-
-
-class Plan(NamedTuple):
-    """A checked and prepared request. It lacks only the tensors, and holds no device memory."""
-
-    result: Result
-    start: Start
-    # The tensors that those of the result are made like. None: the result's are made by their shapes and dtypes.
-    like: tuple[Tensor, ...] | None
-
-    def run(self, rows: LogitRows, beam_scores: Tensor | None = None) -> TopK:
-        """Computes the result into new tensors and returns them."""
-        like = self.like
-        # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
-        out = self.result.empty(rows.logits.device) if like is None else tuple.__new__(TopK, map(empty_like, like))
-        self.start(rows, out, beam_scores)
-        return out
-
-    def run_into(self, out: TopK, rows: LogitRows) -> None:
-        """Computes the result into `out`: in place if `out` is contiguous, else by way of a copy. Indices of another
-        dtype than int64 are always a copy."""
-        values, indices, logsumexp = out
-        if not (values.is_contiguous() and logsumexp.is_contiguous()):
-            for given, computed in zip(out, self.run(rows), strict=True):
-                given.copy_(computed)
-            return
-        if indices.dtype is torch.int64 and indices.is_contiguous():
-            self.start(rows, out)
-            return
-        computed = empty(size=self.result.indices[0], dtype=torch.int64, device=rows.logits.device)
-        self.start(rows, out._replace(indices=computed))
-        indices.copy_(computed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,7 +49,7 @@ def plan(
     normalize: str,
     backend: str | None,
     beam_scores: Like | None = None,
-) -> Plan:
+) -> Plan[TopK]:
     """Checks the layout and the other arguments, and plans the call, once for all calls with the same layout and
     arguments. It does not depend on the contents of the tensors: for a short row, planning takes longer than the rest of the call."""
     rows = check_layout(layout)
@@ -96,9 +64,8 @@ def plan(
     check_normalize(normalize)
     chosen = backends.pick(device, logits.dtype, k, backend)
     if logits.numel() == 0:
-        return Plan(result, lambda rows, out, beam_scores=None: None, None)
-    start = PREPARE[chosen](TopkProblem(rows, k, values, normalize), device, scores)
-    return Plan(result, start, few_like(result) if device.type == "cpu" else None)
+        return Plan(result, device, lambda rows, out, beam_scores=None: None)
+    return Plan(result, device, PREPARE[chosen](TopkProblem(rows, k, values, normalize), device, scores))
 
 
 def reference(problem: TopkProblem, out: TopK) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from . import row_topk
 from .dispatch import is_seen_by_torch
 from .operator import Operator
-from .results import Result, empty
+from .results import empty
 
 _write_rows = rows_writer(SampleRows)
 
@@ -32,16 +32,11 @@ _write_rows = rows_writer(SampleRows)
 Start = Callable[[SampleProblem, Sample], None]
 
 
-class Plan(NamedTuple):
-    """A prepared request for draws. It lacks only the seeds, or the noise, and the tensors."""
-
-    start: Start
-
-    def run(self, problem: SampleProblem) -> Sample:
-        """Draws into new tensors and returns them."""
-        out = empty_result(problem)
-        self.start(problem, out)
-        return out
+def draw(problem: SampleProblem, start: Start) -> Sample:
+    """Draws into new tensors and returns them. start: the plan of such a problem."""
+    out = empty_result(problem)
+    start(problem, out)
+    return out
 
 
 def empty_result(problem: SampleProblem) -> Sample:
@@ -55,12 +50,12 @@ def empty_result(problem: SampleProblem) -> Sample:
     return Sample(
         of(rows, num_samples, dtype=torch.int64),
         of(rows, num_samples, dtype=dtype),
-        Result.of((rows, k), dtype, (rows,), dtype).empty(device) if k else None,
+        TopK(of(rows, k, dtype=dtype), of(rows, k, dtype=torch.int64), of(rows, dtype=dtype)) if k else None,
         Kept(of(rows, dtype=torch.int64), of(rows, dtype=dtype)) if problem.kept else None,
     )
 
 
-def plan_of(problem: SampleProblem, backend: str | None, device: torch.device | None = None) -> Plan:
+def plan_of(problem: SampleProblem, backend: str | None, device: torch.device | None = None) -> Start:
     """The plan of a checked request. It serves all requests that differ in their seeds, their noise and tensors alone, not in the
     tensors' layouts. device: of the tensors that a problem of meta tensors stands for."""
     rows, *filters = problem[:7]
@@ -70,17 +65,17 @@ def plan_of(problem: SampleProblem, backend: str | None, device: torch.device | 
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(device: torch.device, backend: str | None, layout: RowsLayout, *fields: Any) -> Plan:
+def plan(device: torch.device, backend: str | None, layout: RowsLayout, *fields: Any) -> Start:
     """fields: those of :class:`SampleProblem` but the rows, the seeds, the counters and the noise, with layouts in place of
     tensors."""
     rows, filters, wanted = layout.meta(), fields[:6], fields[6:]
     _, topk, *_ = wanted
     chosen = backends.pick(device, rows.logits.dtype, max(topk, 1), backend)
     if not len(rows.logits):
-        return Plan(lambda problem, out: None)
+        return lambda problem, out: None
     of_rows = (x.meta() if isinstance(x, Like) else x for x in filters)
     parameters: Any = (*of_rows, 0, None, 0, None, *wanted)
-    return Plan(PREPARE[chosen](SampleProblem(rows, *parameters), device))
+    return PREPARE[chosen](SampleProblem(rows, *parameters), device)
 
 
 def reference(problem: SampleProblem, out: Sample) -> None:
@@ -239,11 +234,8 @@ PREPARE: dict[str, Callable[[SampleProblem, torch.device], Start]] = {
 def _run(*arguments: Any) -> tuple[Tensor, ...]:
     rows, (noise, *parameters, backend) = unflattened(arguments)
     fields: Any = (rows, *parameters, 0, noise)
-    return flat(_draw(SampleProblem(*fields), backend))
-
-
-def _draw(problem: SampleProblem, backend: str | None) -> Sample:
-    return plan_of(problem, backend).run(problem)
+    problem = SampleProblem(*fields)
+    return flat(draw(problem, plan_of(problem, backend)))
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -283,4 +275,4 @@ def sample(problem: SampleProblem, backend: str | None) -> Sample:
     rows, *parameters, _, noise = problem
     if is_seen_by_torch(*(x for x in (*rows, *parameters, noise) if isinstance(x, Tensor))):
         return unflattened_result(_sample(*rows, noise, *parameters, backend), problem)
-    return _draw(problem, backend)
+    return draw(problem, plan_of(problem, backend))
