@@ -247,12 +247,8 @@ def _check_part(name: str, part: Any, first: TopKState) -> None:
     """Checks a state, and that it fits the state of the first part."""
     if not isinstance(part, TopKState):
         raise TypeError(f"`{name}` must be a TopKState, got {type(part).__name__}; make it with topk_state()")
-    logits, indices, *normalizer = part
+    logits, *others = part
     check_logits(logits, f"{name}.logits")
-    # Not a slice of the part: torch.compile of torch 2.6 cannot trace one of a named tuple.
-    for field, tensor in zip(("indices", "m", "d"), (indices, *normalizer), strict=True):
-        check_tensor(f"{name}.{field}", tensor)
-        check_same_device(f"{name}.{field}", tensor, first[0])
     check_same_device(f"{name}.logits", logits, first[0])
     if logits.dtype is not first[0].dtype:
         raise TypeError(
@@ -264,19 +260,17 @@ def _check_part(name: str, part: Any, first: TopKState) -> None:
             f"`{name}.logits` must have the leading shape {tuple(first[0].shape[:-1])} of the first part, got "
             f"{tuple(logits.shape[:-1])}; the parts must be of the same rows"
         )
-    if indices.dtype is not torch.int64 or indices.shape != logits.shape:
-        raise ValueError(
-            f"`{name}.indices` must be int64 of shape {tuple(logits.shape)}, got {indices.dtype} of shape "
-            f"{tuple(indices.shape)}; take them as topk_state() returns them"
-        )
     if logits.shape[-1] == 0:
         raise ValueError(f"`{name}.logits` must have at least one candidate a row, got none; leave an empty part out")
-    dtype = result_dtype(logits.dtype)
-    for field, tensor in zip(("m", "d"), normalizer, strict=True):
-        if tensor.dtype is not dtype or tensor.shape != logits.shape[:-1]:
+    of_normalizer = logits.shape[:-1], result_dtype(logits.dtype)
+    wanted = (logits.shape, torch.int64), of_normalizer, of_normalizer
+    for field, tensor, (shape, dtype) in zip(("indices", "m", "d"), others, wanted, strict=True):
+        check_tensor(f"{name}.{field}", tensor)
+        check_same_device(f"{name}.{field}", tensor, first[0])
+        if tensor.dtype is not dtype or tensor.shape != shape:
             raise ValueError(
-                f"`{name}.{field}` must be {dtype} of shape {tuple(logits.shape[:-1])}, got {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)}; take it as topk_state() returns it"
+                f"`{name}.{field}` must be {dtype} of shape {tuple(shape)}, got {tensor.dtype} of shape {tuple(tensor.shape)}; "
+                "take it as topk_state() returns it"
             )
 
 

@@ -41,8 +41,7 @@ from ..operators import sampling
 from ..operators.ranks import target_ranks
 from ..problem import Sample, SampleProblem, changed
 from ..row_arguments import (
-    GREATEST_TEMPERATURE,
-    LEAST_TEMPERATURE,
+    TEMPERATURES,
     check_layout,
     check_row_numbers,
     check_rows,
@@ -218,23 +217,29 @@ def check_parameters(
 
 
 def check_logprobs(logprobs: Any) -> None:
-    if not isinstance(logprobs, str):
-        raise TypeError(
-            f'`logprobs` must be "model" or "kept", got {type(logprobs).__name__}; topk= gives the best tokens of a row'
-        )
     check_choice("logprobs", logprobs, ("model", "kept"))
 
 
 def check_numbers(
     logits: Tensor, floating: torch.dtype, temperature: Any, top_k: Any, top_p: Any, min_p: Any
 ) -> _Numbers:
-    limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
     return (
-        check_row_numbers("temperature", temperature, logits, floating, limits, or_zero=True),
-        check_row_numbers("top_k", top_k, logits, torch.int64, (-1, _SEEDS[1])),
-        check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
-        check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
+        _numbers("temperature", temperature, logits, floating, TEMPERATURES, or_zero=True),
+        _numbers("top_k", top_k, logits, torch.int64, (-1, _SEEDS[1])),
+        _numbers("top_p", top_p, logits, floating, (0, 1)),
+        _numbers("min_p", min_p, logits, floating, (0, 1)),
     )
+
+
+def _numbers(
+    name: str, value: Any, logits: Tensor, dtype: torch.dtype, limits: tuple[float, float], or_zero: bool = False
+) -> _Of:
+    is_plain = type(value) is int or (type(value) is float and dtype.is_floating_point)
+    if is_plain and (limits[0] <= value <= limits[1] or (or_zero and value == 0)):
+        # The quick way of what most calls have.
+        return float(value) if dtype.is_floating_point else value, None
+    number, of_rows = check_row_numbers(name, value, logits, dtype, limits, or_zero)
+    return number, None if of_rows is None else of_rows.detach().reshape(-1).contiguous()
 
 
 def _floating(device_type: str) -> torch.dtype:
@@ -339,8 +344,8 @@ def names_of(
     if seed is not None:
         if generator is not None:
             raise ValueError("`generator` must be None where a `seed` is given, got both; leave one out")
-        of_seed = check_row_numbers("seed", seed, logits, torch.int64, _SEEDS)
-        return of_seed, check_row_numbers("counter", counter, logits, torch.int64, _SEEDS)
+        of_seed = _numbers("seed", seed, logits, torch.int64, _SEEDS)
+        return of_seed, _numbers("counter", counter, logits, torch.int64, _SEEDS)
     if not is_zero(counter):
         raise ValueError("`counter` must be left out without a `seed`, got one; a generator counts by itself")
     if generator is not None:
