@@ -19,6 +19,7 @@ from ..arguments import (
     check_normalize,
 )
 from ..operators import merging, row_topk
+from ..operators.dispatch import is_seen_by_torch
 from ..problem import TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows
 from ..rows import LogitRows
@@ -226,7 +227,7 @@ def gather_states(
     held = min(k, length)
     has_gradient = torch.is_grad_enabled() and local_logits.requires_grad
     state = None
-    if has_gradient or is_traced():
+    if has_gradient or is_seen_by_torch(*rows.tensors()):
         state = _state(rows, k, held, normalize, backend)
         buffer = packing.packed(header, TopK(*(x.detach() for x in state)), tail)
     else:
@@ -321,7 +322,7 @@ def write_state(rows: LogitRows, held: int, normalize: str, backend: str | None,
         normalizer[1].zero_()
         return
     written = TopK(best[..., :held], indices[..., :held], normalizer)
-    row_topk.row_topk_into(rows, held, "state", normalize, backend, written)
+    row_topk.run_into(*rows, held, "state", normalize, backend, *written)
 
 
 def _with_own(parts: Parts, rank: int, own: TopK) -> Parts:

@@ -46,21 +46,31 @@ def run_into(planned: Plan[Any], out: Any, rows: LogitRows, *others: Tensor | No
     return written
 
 
-def checked(
-    out: Any, fields: Sequence[str], result: Result[Any], rows: LogitRows, dim: int, *others: Tensor | None
-) -> tuple[Any, Any]:
-    """`out` as the result's type, and the same with what is chosen in the last dimension. fields: those that `out` is to have.
-    dim: the dimension of the vocabulary, which is last in the rows."""
+def copied_into(
+    out: Any,
+    fields: Sequence[str],
+    result: Result[Any],
+    compute: Callable[[], Any],
+    rows: LogitRows,
+    dim: int,
+    *others: Tensor | None,
+) -> Any:
+    """Checks `out`, computes the result, and copies it there. Returns `out` as the result's type.
+
+    fields: those that `out` is to have. dim: the dimension of the vocabulary, which is last in the rows.
+    """
     dims = rows.logits.dim()
     dim %= dims
     # Other fields have no dimension of what is chosen.
     expected = [
         ((*shape[:dim], shape[-1], *shape[dim:-1]) if len(shape) == dims else shape, dtype)
-        for shape, dtype in result.fields[: len(fields)]
+        for shape, dtype in result.fields
     ]
-    check_out(out, expected, rows, fields, *others)
-    written = result.kind(*out, *(rows.logits.new_empty(0) for _ in result.fields[len(fields) :]))
-    return written, result.kind(*(x.movedim(dim, -1) if x.dim() == dims else x for x in written))
+    check_out(out, expected[: len(fields)], rows, fields, *others)
+    written = list(compute())
+    for i, given in enumerate(out):
+        written[i] = given.copy_(written[i])
+    return result.kind(*written)
 
 
 def check_out(

@@ -17,10 +17,10 @@ from ..arguments import (
 )
 from ..gone import refuse
 from ..operators.results import row_result
-from ..operators.row_topk import plan, row_topk, row_topk_into
+from ..operators.row_topk import plan, row_topk
 from ..problem import TopK, TopKLogits
 from ..row_arguments import check_rows, plain_rows
-from .out import checked, have_changed, may_be_plain, run_into
+from .out import copied_into, may_be_plain, run_into
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, TopKLogits, tuple)
@@ -179,16 +179,16 @@ def _row(
         check_whole_rows("lengths", lengths, "hide the tokens by a mask")
         return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend, out)
     rows = check_rows(logits, temperature, mask, lengths, dim)
-    moved = rows.logits is not logits
     check_k(k, logits.shape[dim])
-    if out is None:
-        best = row_topk(rows, k, values, normalize, backend)
-        return _with_dim(best, dim) if moved else best
 
-    written, last = checked(out, _fields(values), row_result(rows.logits, k, values), rows, dim)
-    if not row_topk_into(rows, k, values, normalize, backend, last):
-        have_changed(written)
-    return written
+    def compute() -> TopK:
+        best = row_topk(rows, k, values, normalize, backend)
+        return best if rows.logits is logits else _with_dim(best, dim)
+
+    if out is None:
+        return compute()
+    copied: TopK = copied_into(out, _fields(values), row_result(rows.logits, k, values), compute, rows, dim)
+    return copied
 
 
 def _with_dim(best: TopK, dim: int) -> TopK:

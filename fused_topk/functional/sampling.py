@@ -90,7 +90,7 @@ def sample(
     The distribution is that of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and
     MinPLogitsWarper, in this order, each acting on what the one before it left. The vocabulary is the last dimension.
 
-    The other arguments are those of :func:`softmax_topk`.
+    The other arguments, and the errors, are those of :func:`softmax_topk`.
 
     Args:
         temperature: divides the logits; 0 takes the best token. This, top_k, top_p and min_p are one number, or a tensor with one
@@ -125,11 +125,6 @@ def sample(
         `log_softmax_topk(logits, topk, mask=mask, lengths=lengths)` gives (None for topk = 0), kept, the :class:`Kept`
         of each row (None unless asked for), and ranks int64 (..., num_samples) (None unless asked for). float64 logits have
         float64 logprobs.
-
-    Raises:
-        TypeError: an argument of the wrong kind or dtype.
-        ValueError: a value, shape or device that breaks a rule above.
-        RuntimeError: the requested backend does not work here, or a kernel does not compile.
 
     Contract:
         A draw takes one uniform number u, of 52 bits, never 0 and never 1. It is Philox4x32-10 of (seed; counter, sample,

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of experts: the operators with their gradient, their plan, and each backend's code.
-
-    router_topk        the choice of experts
-    router_topk_out    the same into given tensors
+"""The choice of experts: the operator `router_topk` with its gradient, its plan, and each backend's code.
 
 The weights have gradients, of which the choice is no part: with g those of the chosen scores s, sigmoid passes on g s (1 - s),
 sqrtsoftplus g sigmoid(x) / (2 s), and softmax g s at the chosen, less p times the sum of g s everywhere. The bias has zeros.
@@ -32,7 +29,6 @@ from ..problem import RouterProblem, RouterTopK, TopK, TopkProblem, result_dtype
 from ..router_arguments import check_router
 from ..row_arguments import check_layout
 from ..rows import ROWS_FIELDS, ROWS_SCHEMA, Like, LogitRows, RowsLayout, like_given, unflattened
-from .dispatch import is_seen_by_torch
 from .gradients import for_inputs, save_rows, saved_rows
 from .operator import Operator, mapped, take_turns
 from .results import Plan, Result
@@ -238,16 +234,8 @@ PREPARE = {"reference": _prepare_reference, "cpu": prepare_cpu, "cuda": prepare_
 
 def _run(*arguments: Any) -> RouterTopK:
     rows, (bias, *request, index_dtype, backend) = unflattened(arguments)
-    return _plan_of(rows, bias, request, index_dtype, backend).run(rows, bias)
-
-
-def _run_into(*arguments: Any) -> None:
-    rows, (bias, *request, backend, weights, experts) = unflattened(arguments)
-    _plan_of(rows, bias, request, experts.dtype, backend).run_into(RouterTopK(weights, experts), rows, bias)
-
-
-def _plan_of(rows: LogitRows, bias: Tensor | None, request: list[Any], *others: Any) -> Plan[RouterTopK]:
-    return plan(rows.logits.device, rows.layout(), like_given(bias), tuple(request), *others)
+    device, key = rows.logits.device, (rows.layout(), like_given(bias), tuple(request))
+    return plan(device, *key, index_dtype, backend).run(rows, bias)
 
 
 def _fake(*arguments: Any) -> RouterTopK:
@@ -317,9 +305,6 @@ _router_topk = Operator(
     _backward,
     _map_routers,
 )
-_router_topk_out = Operator(
-    f"router_topk_out({_REQUEST}, str? backend, Tensor(a!) out_weights, Tensor(b!) out_experts) -> ()", _run_into
-)
 
 
 def router_topk(
@@ -327,12 +312,3 @@ def router_topk(
 ) -> RouterTopK:
     """The experts of checked rows. See :class:`RouterProblem`, whose fields after the bias are the request."""
     return RouterTopK(*_router_topk(*rows, bias, *request, index_dtype, backend))
-
-
-def router_topk_into(
-    rows: LogitRows, bias: Tensor | None, request: tuple[Any, ...], backend: str | None, out: RouterTopK
-) -> bool:
-    """Writes into the tensors of `out`. Returns whether torch has seen the call."""
-    is_seen = is_seen_by_torch(*rows.tensors(), bias, *out)
-    _router_topk_out(*rows, bias, *request, backend, *out)
-    return is_seen

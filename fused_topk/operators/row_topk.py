@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The k best of every row, and of every sequence's beams: the operators with their plan, and each backend's code.
 
-    row_topk        softmax_topk, log_softmax_topk, topk and topk_state
-    row_topk_out    the same into given tensors
-    beam_topk       beam_topk
+    row_topk     softmax_topk, log_softmax_topk, topk and topk_state
+    beam_topk    beam_topk
 
 gradients.py has their gradients.
 """
@@ -29,7 +28,6 @@ from ..problem import TopK, TopkProblem, result_dtype
 from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from . import gradients
-from .dispatch import is_seen_by_torch
 from .operator import Operator, mapped
 from .results import Plan, beam_result, empty, row_result
 
@@ -212,7 +210,7 @@ def run(*arguments: Any) -> TopK:
 
 
 def run_into(*arguments: Any) -> None:
-    """Likewise row_topk_out."""
+    """Likewise into the last arguments."""
     rows, (*request, values, indices, logsumexp) = unflattened(arguments)
     plan(rows.logits.device, rows.layout(), *request).run_into(TopK(values, indices, logsumexp), rows)
 
@@ -260,9 +258,6 @@ _row_topk = Operator(
     gradients.row_backward,
     _map_rows,
 )
-_row_topk_out = Operator(
-    f"row_topk_out({_REQUEST}, Tensor(a!) out_values, Tensor(b!) out_indices, Tensor(c!) out_logsumexp) -> ()", run_into
-)
 _beam_topk = Operator(
     f"beam_topk({ROWS_SCHEMA}, Tensor beam_scores, SymInt k, str normalize, str? backend) -> (Tensor, Tensor, Tensor)",
     _run_beams,
@@ -276,13 +271,6 @@ _beam_topk = Operator(
 def row_topk(rows: LogitRows, k: int, values: str, normalize: str, backend: str | None) -> TopK:
     """The k best of checked rows. See :class:`TopkProblem`."""
     return TopK(*_row_topk(*rows, k, values, normalize, backend))
-
-
-def row_topk_into(rows: LogitRows, k: int, values: str, normalize: str, backend: str | None, out: TopK) -> bool:
-    """Writes into the tensors of `out`. Returns whether torch has seen the call."""
-    is_seen = is_seen_by_torch(*rows.tensors(), *out)
-    _row_topk_out(*rows, k, values, normalize, backend, *out)
-    return is_seen
 
 
 def beam_topk(rows: LogitRows, beam_scores: Tensor, k: int, normalize: str, backend: str | None) -> TopK:
