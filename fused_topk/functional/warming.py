@@ -195,7 +195,7 @@ def _shapes(shapes: Any) -> list[tuple[int, ...]]:
     """One or several shapes."""
     several = _several(shapes) if isinstance(shapes, Iterable) else [None]
     is_one = not any(isinstance(size, Iterable) for size in several)
-    found = [tuple(_several(shape)) for shape in ([several] if is_one else several)]
+    found = [tuple(shape) if isinstance(shape, Iterable) else (None,) for shape in ([several] if is_one else several)]
     if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) for shape in found for size in shape):
         raise TypeError(
             f"`shapes` must be one or several shapes of logits, got {shapes!r}; pass (rows, V) or a list of such shapes"
