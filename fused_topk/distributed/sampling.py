@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_backend, check_flags, check_k, check_list, check_logits
-from ..backends.reference_sampling import column
 from ..functional import sampling as of_rows
 from ..gone import refuse
 from ..layout.topk_choice import MAX_K
 from ..operators import merging
+from ..operators.sampling import column
 from ..problem import Sample, TopK
 from ..row_arguments import check_rows
 from ..rows import LogitRows

@@ -124,16 +124,9 @@ def prepare_cuda(
             # The kernel reads contiguous numbers alone. Others are rare, so they are copied.
             rows = rows.broadcast().with_adjacent_numbers()
         workspace, scratch, counters = cuda.workspace(index, out.device, planned.scratch_words, planned.counters)
-        argument = driver.argument(planned.fill(rows, scratch, counters, out))
-        driver.call(
-            driver.function(index, planned.kernel),
-            planned.grid,
-            planned.threads,
-            (argument,),
-            index,
-            planned.shared_bytes,
-            is_cooperative=planned.is_cooperative,
-        )
+        filled = planned.fill(rows, scratch, counters, out)
+        how: Any = {"shared_bytes": planned.shared_bytes, "is_cooperative": planned.is_cooperative}
+        cuda.launch(index, planned.kernel, planned.grid, planned.threads, filled, **how)
 
     return run
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import cpu
+from ..backends import cpu, cuda
 from ..backends.reference import gather, ranking, values_of, working_dtype, write_state
-from ..cuda_runtime import driver
 from ..layout import launch
 from ..layout.kernel_arguments import address
 from ..problem import MergeProblem, TopK
@@ -125,10 +124,9 @@ def prepare_cuda(problem: MergeProblem, device: torch.device) -> Start:
             )
             prepare_cuda(copied, device)(copied, out)
             return
-        function = driver.function(index, planned.kernel)
         *of_parts, row_temperature = map(address, problem.tensors)
         filled = planned.fill(*of_parts, *map(address, out), row_temperature)
-        driver.call(function, planned.grid, planned.threads, (driver.argument(filled),), index)
+        cuda.launch(index, planned.kernel, planned.grid, planned.threads, filled)
 
     return run
 

@@ -22,7 +22,6 @@ from torch.nn.functional import softplus
 from .. import backends
 from ..backends import cpu, cuda
 from ..backends.reference import gather, ranking, working_dtype
-from ..cuda_runtime import driver
 from ..layout import router_launch, topk_launch
 from ..layout.kernel_arguments import address
 from ..problem import RouterProblem, RouterTopK, TopK, TopkProblem, result_dtype
@@ -223,8 +222,7 @@ def prepare_cuda(problem: RouterProblem, device: torch.device) -> Start:
         # The kernel writes no logsumexp.
         filled = planned.fill(rows, None, 0, 0, TopK(weights, chosen, weights))
         routing = router_launch.filled(wanted, address(bias), chosen.dtype is torch.int32)
-        arguments = (driver.argument(filled), driver.argument(routing))
-        driver.call(driver.function(index, kernel), planned.grid, planned.threads, arguments, index, shared_bytes)
+        cuda.launch(index, kernel, planned.grid, planned.threads, filled, routing, shared_bytes=shared_bytes)
 
     return run
 

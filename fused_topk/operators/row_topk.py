@@ -20,7 +20,6 @@ from .. import backends
 from ..arguments import check_k, check_normalize
 from ..backends import cpu, cuda
 from ..backends.reference import gather, normalizer, ranking, values_of, working_dtype, write_state
-from ..cuda_runtime import driver
 from ..layout import topk_launch
 from ..layout.launch import row_count
 from ..layout.topk_choice import KernelChoice
@@ -179,12 +178,10 @@ def prepare_cuda(
         if problem.values == "logits" and not out.logsumexp.numel():
             # The kernels write a logsumexp whatever the values are.
             out = out._replace(logsumexp=empty(size=(count,), dtype=torch.float32, device=rows.logits.device))
-        function = driver.function(index, planned.kernel)
         counters = planned.row_tickets + planned.beam_tickets
         workspace, scratch, tickets = cuda.workspace(index, out.values.device, planned.scratch_words, counters)
-        argument = driver.argument(planned.fill(rows, beam_scores, scratch, tickets, out))
-        shared_bytes = cuda.shared_bytes(index, planned.kernel, planned.shared_bytes)
-        driver.call(function, planned.grid, planned.threads, (argument,), index, shared_bytes)
+        filled = planned.fill(rows, beam_scores, scratch, tickets, out)
+        cuda.launch(index, planned.kernel, planned.grid, planned.threads, filled, shared_bytes=planned.shared_bytes)
 
     return run
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from .. import backends
 from ..backends import cpu, cuda
 from ..backends.reference import gather, working_dtype
-from ..cuda_runtime import driver
 from ..layout import launch
 from ..layout.kernel_arguments import RowSums
 from ..problem import TokenSumsProblem, TopK, result_dtype
@@ -24,7 +23,7 @@ from ..rows import ROWS_SCHEMA, LogitRows, unflattened
 from ..token_sums import TokenSums, empty_sums, moment, reference_point, without
 from .gradients import for_inputs, save_rows, saved_rows, softmax
 from .operator import Operator, mapped
-from .ranks import launch_of
+from .ranks import readable
 
 
 def reference(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
@@ -63,11 +62,8 @@ def on_cpu(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor, instru
 
 def on_cuda(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
     rows, tokens, normalize, has_tail, start = problem
+    rows, planned = readable(rows)
     logits, index = rows.logits, rows.logits.get_device()
-    planned = launch_of(rows.layout())
-    if planned is None or not cuda.has_adjacent(logits) or logits.data_ptr() % logits.element_size():
-        on_cuda(problem._replace(rows=cuda.copied(rows)), sums, token_logits)
-        return
     count = launch.row_count(logits.shape)
     launch.check_row_count(count)
     wanted = RowSums(
@@ -81,9 +77,7 @@ def on_cuda(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> No
     )
     # The kernel writes none of these.
     filled = planned.fill(rows, None, 0, 0, TopK(sums, sums, sums))
-    arguments = (driver.argument(filled), driver.argument(bytes(wanted)))
-    function = driver.function(index, launch.sums_kernel(logits.dtype))
-    driver.call(function, (count,), launch.sum_threads(count), arguments, index)
+    cuda.launch(index, launch.sums_kernel(logits.dtype), (count,), launch.sum_threads(count), filled, bytes(wanted))
 
 
 ON = {"reference": reference, "cpu": on_cpu, "cuda": on_cuda}
