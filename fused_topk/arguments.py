@@ -16,13 +16,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import backends
+from .layout.router_launch import SCORINGS
 from .operators.dispatch import transform_is_active
+from .problem import result_dtype
 from .rows import DTYPES, named
 from .tracing import is_traced
 
 # Up to this many numbers are compared in Python, more by a reduction. For 16 numbers both take about 2 µs.
 _FEW_NUMBERS = 16
 _NORMALIZE = ("allowed", "all", "topk")
+_GROUP_SCORES = ("top2", "max")
+INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 def check_tensor(name: str, value: Any) -> None:
@@ -289,3 +293,59 @@ def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
         raise ValueError(
             f"`{name}` must be on {logits.device}, where the logits are, got {tensor.device}; use .to(...)"
         )
+
+
+def check_router(
+    experts: int,
+    index_dtype: Any,
+    k: Any,
+    scoring: Any,
+    groups: Any,
+    topk_groups: Any,
+    group_score: Any,
+    renormalize: Any,
+    scale: Any,
+) -> None:
+    """Checks all arguments that are no tensors."""
+    check_k(k, experts, "the number of experts")
+    check_choice("scoring", scoring, tuple(SCORINGS))
+    check_choice("group_score", group_score, _GROUP_SCORES)
+    check_k(groups, experts, "the number of experts", "groups")
+    if experts % groups:
+        raise ValueError(
+            f"`groups` must divide the number of experts, {experts}, got groups={groups}; use 1 for no groups"
+        )
+    check_k(topk_groups, groups, "the number of groups", "topk_groups")
+    if topk_groups * (experts // groups) < k:
+        raise ValueError(
+            f"`topk_groups` groups must have at least k={k} experts, got topk_groups={topk_groups} with {experts // groups} "
+            "experts each; keep more groups"
+        )
+    check_flags(renormalize=renormalize)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"`scale` must be a number, got {type(scale).__name__}; use float(scale)")
+    if isinstance(scale, int) and abs(scale) > sys.float_info.max:
+        raise ValueError(
+            f"`scale` must be at most {sys.float_info.max:.3g}, got {str(scale)[:20]}...; scale the weights"
+        )
+    if not isinstance(index_dtype, torch.dtype) or index_dtype not in INDEX_DTYPES:
+        raise TypeError(
+            f"`index_dtype` must be torch.int64 or torch.int32, got {index_dtype}; convert the experts with .to()"
+        )
+
+
+def check_bias(bias: Any, logits: Tensor) -> Tensor | None:
+    """The bias in the dtype of the scores, contiguous."""
+    if bias is None:
+        return None
+    check_tensor("bias", bias)
+    if not bias.is_floating_point():
+        raise TypeError(f"`bias` must be a floating-point tensor, got {bias.dtype}; use .float()")
+    check_same_device("bias", bias, logits)
+    experts = logits.shape[-1]
+    if bias.shape != (experts,):
+        raise ValueError(
+            f"`bias` must have shape ({experts},), one number an expert, got {tuple(bias.shape)}; use .squeeze() or .view(-1)"
+        )
+    checked: Tensor = bias.to(result_dtype(logits.dtype)).contiguous()
+    return checked

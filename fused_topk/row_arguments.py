@@ -47,7 +47,15 @@ def check_rows(
     dims = logits.dim()
     dim = check_dim(dim, dims)
     if dim != dims - 1:
-        logits, mask = logits.movedim(dim, -1), _vocabulary_last(mask, dim, dims)
+        logits = logits.movedim(dim, -1)
+        # A packed mask already has its words last. A bool one moves with the logits, once it has their dimensions.
+        if (
+            isinstance(mask, Tensor)
+            and mask.dtype == torch.bool
+            and mask.dim() <= dims
+            and mask.layout == torch.strided
+        ):
+            mask = mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
     # A comparison, because torch.compile of torch 2.6 makes a size a constant if its truth value is asked.
     if not may_be_empty or logits.shape[-1] > 0:
         check_vocabulary(logits.shape[-1])
@@ -210,14 +218,6 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
             "bit j of word i stands for token 32 i + j"
         )
     return mask.expand(*rows, words)
-
-
-def _vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
-    """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
-    already has its words last."""
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims and mask.layout == torch.strided:
-        return mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
-    return mask
 
 
 def check_lengths(lengths: Tensor | None, logits: Tensor) -> Tensor | None:

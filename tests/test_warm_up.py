@@ -254,7 +254,7 @@ def test_a_gpu_does_not_wait_for_the_compiler_of_another(monkeypatch):
 def test_states(gpus, function):
     """A merge has two kernels a dtype, a state that of its row."""
     ready = fused_topk.warm_up((3, 50), 100, functions=function, dtypes=torch.bfloat16, device="cuda:1")
-    wanted = {launch.merge_kernel(torch.bfloat16, warps) for warps in launch.MERGE_WARPS}
+    wanted = {launch.kernel(launch.MERGE, torch.bfloat16, warps) for warps in launch.MERGE_WARPS}
     if function == "topk_state":
         wanted = asked_by("topk", (3, 50), 50, torch.bfloat16)
     assert compiled(gpus) == wanted and ready == len(wanted)

@@ -52,7 +52,8 @@ def accumulate_piece(
         first_token=first_token,
         is_first=first_token == 0,
     )
-    kernel, shared_bytes = launch.piece_kernel(logits.dtype, ranks is not None), launch.piece_shared_bytes(logits.dtype)
+    kernel = launch.kernel("pieces::accumulate_piece", logits.dtype, ranks is not None)
+    shared_bytes = launch.piece_shared_bytes(logits.dtype)
     written = with_rows(filled, _write_rows_of_piece, rows)
     cuda.launch(device, kernel, (launch.piece_blocks(count),), launch.PIECE_THREADS, written, shared_bytes=shared_bytes)
 
@@ -81,4 +82,4 @@ def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int, 
     )
     grid = launch.gradient_grid(count, tokens, logits.element_size())
     written = with_rows(filled, _write_rows_of_gradient, rows)
-    cuda.launch(index, launch.gradient_kernel(logits.dtype), grid, launch.GRADIENT_THREADS, written)
+    cuda.launch(index, launch.kernel("gradients::logit_gradient", logits.dtype), grid, launch.GRADIENT_THREADS, written)

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..arguments import check_backend
+from ..arguments import INDEX_DTYPES, check_backend, check_bias, check_router
 from ..gone import refuse
 from ..operators.routing import plan, result_of
 from ..operators.routing import router_topk as routed
 from ..problem import RouterTopK, result_dtype
-from ..router_arguments import INDEX_DTYPES, check_bias, check_router
 from ..row_arguments import check_rows, is_plain, plain_rows
 from ..rows import like_given
 from .out import copied_into, may_be_plain, run_into

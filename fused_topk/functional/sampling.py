@@ -183,7 +183,9 @@ def sample(
     problem = problem_of(rows, of_each, of_seed, of_counter, request, of_noise)
     result = sampling.sample(problem, backend) if plan is None else sampling.draw(problem, plan.start)
     if ranks:
-        result = _with_ranks(result, rows, backend)
+        # torch.compile traces no _replace() of a named tuple in torch 2.11, and no slice of one in torch 2.6.
+        tokens, of_tokens, best, of_kept, _ = result
+        result = Sample(tokens, of_tokens, best, of_kept, target_ranks(rows, tokens, True, backend))
     return result if logits.dim() == 2 else shaped(result, logits.shape[:-1])
 
 
@@ -320,13 +322,6 @@ def _checked_noise(noise: Any, logits: Tensor, seed: Any, counter: Any, generato
     return flat.contiguous()
 
 
-def _with_ranks(result: Sample, rows: LogitRows, backend: str | None) -> Sample:
-    """Adds the ranks of the drawn tokens."""
-    # torch.compile traces no _replace() of a named tuple in torch 2.11, and no slice of one in torch 2.6.
-    tokens, logprobs, topk, kept, _ = result
-    return Sample(tokens, logprobs, topk, kept, target_ranks(rows, tokens, True, backend))
-
-
 def is_zero(value: Any) -> bool:
     """Whether it is the int 0, of Python or of NumPy."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value == 0)
@@ -353,13 +348,9 @@ def names_of(
                 f"`generator` must be on {logits.device}, the device of `logits`, got {generator.device}; "
                 f"make it with torch.Generator({str(logits.device)!r})"
             )
-    return random_names(logits.shape[:-1].numel(), logits.device, generator)
-
-
-def random_names(rows: int, device: torch.device, generator: torch.Generator | None) -> tuple[_Of, _Of]:
-    """Seeds and counters of that many rows from a generator, or the device's default one, each as (of all, of each). A name has
-    126 random bits, too many for two rows ever to get the same name by chance."""
-    names = torch.randint(0, 2**63 - 1, (2, rows), dtype=torch.int64, device=device, generator=generator)
+    # A name has 126 random bits, too many for two rows ever to get the same name by chance.
+    shape = 2, logits.shape[:-1].numel()
+    names = torch.randint(0, 2**63 - 1, shape, dtype=torch.int64, device=logits.device, generator=generator)
     return (0, names[0]), (0, names[1])
 
 

@@ -22,7 +22,7 @@ from ..arguments import (
 )
 from ..cuda_runtime import driver
 from ..gone import refuse
-from ..layout import full_row_launch, launch, router_launch
+from ..layout import full_row_choice, launch, router_launch
 from ..operators import full_rows, row_topk
 from ..problem import TopkProblem
 from ..rows import DTYPES, LogitRows, named
@@ -136,19 +136,19 @@ class _Calls(NamedTuple):
             return
         elif name in _MERGES:
             # One kernel for few candidates and one for many, whatever the shape.
-            yield from (launch.merge_kernel(dtype, warps) for warps in launch.MERGE_WARPS)
+            yield from (launch.kernel(launch.MERGE, dtype, warps) for warps in launch.MERGE_WARPS)
         elif name == "sample":
             yield from self._of_draws((rows, vocab_size), dtype)
         elif name == "token_logprobs":
             # Its best token's, and those of its k best.
             yield from self._replace(ks=[1, *self.ks])._of_topk("log_softmax_topk", shape, dtype)
             if self.ranks:
-                yield launch.rank_kernel(dtype)
+                yield launch.kernel("ranks::target_ranks", dtype)
         else:
             yield full_rows.kernel_on(self.gpu.index, vocab_size, dtype)
             if self.lengths:
                 choice = full_rows.choice_on(self.gpu.index, vocab_size, dtype.itemsize)
-                yield full_row_launch.kernel_name(choice, dtype, dtype, is_aligned=False)
+                yield full_row_choice.kernel_name(choice, dtype, dtype, is_aligned=False)
 
     def _of_topk(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
         has_beams = name == "beam_topk"
@@ -174,7 +174,7 @@ class _Calls(NamedTuple):
             length = launch.sample_list_length(shape[-1], top_k)
             yield row_topk.kernel_on(TopkProblem(read, length, "state", "allowed"), self.gpu.index)
         if self.ranks:
-            yield launch.rank_kernel(dtype)
+            yield launch.kernel("ranks::target_ranks", dtype)
 
     def _rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[LogitRows]:
         """Rows of that shape, without memory: plain rows, and those with a mask or with lengths that calls may have."""

@@ -19,14 +19,14 @@ from ..arguments import check_result_dtype
 from ..backends import cpu, cuda
 from ..backends.reference import normalizer, working_dtype
 from ..cuda_runtime import driver
-from ..layout import full_row_launch
+from ..layout import full_row_choice
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.launch import row_count
 from ..problem import FullRowProblem, result_dtype
 from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, LogitRows, RowsLayout, unflattened
 from .gradients import for_inputs, save_rows, saved_rows
-from .operator import Operator, map_one
+from .operator import Operator, map_rows
 from .results import empty, empty_like
 
 _CPU_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}  # as in csrc/cpu/full_row_kernels.h
@@ -107,7 +107,7 @@ def prepare_cuda(
     if choice is None:
         choice = choice_on(index, logits.shape[-1], itemsize)
     unaligned, aligned = (
-        full_row_launch.plan(problem, dtype, is_aligned, choice, cuda.cache_bytes(index))
+        full_row_choice.plan(problem, dtype, is_aligned, choice, cuda.cache_bytes(index))
         for is_aligned in (False, True)
     )
     has_adjacent, is_written = cuda.has_adjacent(logits), problem.values != "logsumexp"
@@ -141,7 +141,7 @@ def choice_on(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
 def kernel_on(device: int, vocab_size: int, dtype: torch.dtype) -> str:
     """The kernel that contiguous full rows ask for, with results in their own dtype."""
     choice = choice_on(device, vocab_size, dtype.itemsize)
-    return full_row_launch.kernel_name(choice, dtype, dtype, is_aligned=vocab_size * dtype.itemsize % 16 == 0)
+    return full_row_choice.kernel_name(choice, dtype, dtype, is_aligned=vocab_size * dtype.itemsize % 16 == 0)
 
 
 PREPARE = {"reference": _prepare_reference, "cpu": prepare_cpu, "cuda": prepare_cuda}
@@ -193,7 +193,7 @@ _full_rows = Operator(
     _fake,
     _setup_context,
     _backward,
-    map_one,
+    map_rows,
 )
 
 

@@ -18,7 +18,7 @@ from ..layout.kernel_arguments import TargetRanks, address
 from ..layout.topk_launch import Launch
 from ..problem import RankProblem, TopK, TopkProblem
 from ..rows import ROWS_SCHEMA, LogitRows, RowsLayout, unflattened
-from .operator import Operator, map_one
+from .operator import Operator, map_rows
 
 
 def reference(problem: RankProblem, out: Tensor) -> None:
@@ -84,7 +84,7 @@ def on_cuda(problem: RankProblem, out: Tensor) -> None:
     )
     # The kernel writes ranks alone.
     filled = planned.fill(rows, None, 0, 0, TopK(out, out, out))
-    kernel = launch.rank_kernel(logits.dtype)
+    kernel = launch.kernel("ranks::target_ranks", logits.dtype)
     cuda.launch(index, kernel, (count, blocks), launch.RANK_THREADS, filled, bytes(wanted))
 
 
@@ -109,7 +109,7 @@ _target_ranks = Operator(
     f"target_ranks({ROWS_SCHEMA}, Tensor targets, bool counts_ties, str? backend) -> Tensor",
     _run,
     _fake,
-    map_over=map_one,
+    map_over=map_rows,
 )
 
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from .. import backends
+from ..arguments import check_router
 from ..backends import cpu, cuda
 from ..backends.reference import gather, ranking, working_dtype
 from ..layout import router_launch, topk_launch
 from ..layout.kernel_arguments import address
 from ..problem import RouterProblem, RouterTopK, TopK, TopkProblem, result_dtype
-from ..router_arguments import check_router
 from ..row_arguments import check_layout
 from ..rows import ROWS_FIELDS, ROWS_SCHEMA, Like, LogitRows, RowsLayout, like_given, unflattened
 from .gradients import for_inputs, save_rows, saved_rows

@@ -7,7 +7,6 @@ entropy is -p (log p + H) / T, and that of the tail (q - p) / T.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ..problem import TokenSumsProblem, TopK, result_dtype
 from ..rows import ROWS_SCHEMA, LogitRows, unflattened
 from ..token_sums import TokenSums, empty_sums, moment, reference_point, without
 from .gradients import for_inputs, save_rows, saved_rows, softmax
-from .operator import Operator, mapped
+from .operator import Operator, map_rows
 from .ranks import readable
 
 
@@ -77,7 +76,8 @@ def on_cuda(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> No
     )
     # The kernel writes none of these.
     filled = planned.fill(rows, None, 0, 0, TopK(sums, sums, sums))
-    cuda.launch(index, launch.sums_kernel(logits.dtype), (count,), launch.sum_threads(count), filled, bytes(wanted))
+    kernel = launch.kernel("tokens::token_sums", logits.dtype)
+    cuda.launch(index, kernel, (count,), launch.sum_threads(count), filled, bytes(wanted))
 
 
 ON = {"reference": reference, "cpu": on_cpu, "cuda": on_cuda}
@@ -137,17 +137,13 @@ def _of_tail(rows: LogitRows, normalize: str, tokens: Tensor, grad: Tensor) -> T
     return grad.unsqueeze(-1) * (softmax(scale, rest.where(is_left, 0.0)) - p)
 
 
-def _map_two(run: Any, info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-    return run(*mapped(info, in_dims, arguments)), (0, 0)
-
-
 _token_spread = Operator(
     f"token_spread({ROWS_SCHEMA}, Tensor tokens, str normalize, bool tail, str? backend) -> (Tensor, Tensor)",
     _run,
     _fake,
     _setup_context,
     _backward,
-    _map_two,
+    map_rows,
 )
 
 
