@@ -149,7 +149,6 @@ def test_launches_for_a_gpu_that_is_not_current(name):
         as_on_a_gpu(1),
         # Nothing is computed, but what is read of a result must be in range.
         mock.patch.object(results, "empty", torch.zeros),
-        mock.patch.object(of_draws, "empty", torch.zeros),
         mock.patch.multiple(driver, **of_driver),
         mock.patch.object(torch.cuda, "device", device),
         mock.patch.object(tickets, "zeroed", zeroed),

@@ -21,7 +21,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +38,7 @@ from ..arguments import (
 from ..gone import refuse
 from ..operators import sampling
 from ..operators.ranks import target_ranks
+from ..operators.results import Plan
 from ..problem import Sample, SampleProblem, changed
 from ..row_arguments import (
     TEMPERATURES,
@@ -181,7 +181,7 @@ def sample(
         of_noise = _checked_noise(noise, logits, seed, counter, generator, num_samples)
         of_seed = of_counter = _NO_NAME
     problem = problem_of(rows, of_each, of_seed, of_counter, request, of_noise)
-    result = sampling.sample(problem, backend) if plan is None else sampling.draw(problem, plan.start)
+    result = sampling.sample(problem, backend) if plan is None else sampling.draw(problem, plan.prepared)
     if ranks:
         # torch.compile traces no _replace() of a named tuple in torch 2.11, and no slice of one in torch 2.6.
         tokens, of_tokens, best, of_kept, _ = result
@@ -260,7 +260,7 @@ class _Plan(NamedTuple):
     """All of a call except its seeds and tensors."""
 
     numbers: _Numbers
-    start: sampling.Start
+    prepared: Plan[Any]
 
 
 # Typed, because top_k=2.0 is an error, though 2.0 == 2.
@@ -298,18 +298,16 @@ def _plain_rows(
 
 def _checked_noise(noise: Any, logits: Tensor, seed: Any, counter: Any, generator: Any, num_samples: int) -> Tensor:
     """The noise as :class:`SampleProblem` has it."""
-    given = {"seed": seed, "generator": generator}
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"`{name}` must be None where `noise` is given, got both; leave one out")
-    if not is_zero(counter):
-        raise ValueError(
-            "`counter` must be left out where `noise` is given, got one; draw other noise for another token"
-        )
-    if num_samples != 1:
-        raise ValueError(
-            f"`num_samples` must be 1 where `noise` is given, got {num_samples}; make a call for each, with noise of its own"
-        )
+    for name, value, plain in (
+        ("seed", seed, None),
+        ("generator", generator, None),
+        ("counter", counter, 0),
+        ("num_samples", num_samples, 1),
+    ):
+        if isinstance(value, Tensor) or value != plain:
+            raise ValueError(
+                f"`{name}` must be {plain} where `noise` is given, got {value}; leave it out: each draw needs noise of its own"
+            )
     check_tensor("noise", noise)
     if noise.dtype != torch.float32:
         raise TypeError(f"`noise` must be float32, got {noise.dtype}; use .float()")
@@ -322,11 +320,6 @@ def _checked_noise(noise: Any, logits: Tensor, seed: Any, counter: Any, generato
     return flat.contiguous()
 
 
-def is_zero(value: Any) -> bool:
-    """Whether it is the int 0, of Python or of NumPy."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value == 0)
-
-
 def names_of(
     seed: int | Tensor | None, counter: int | Tensor, generator: torch.Generator | None, logits: Tensor
 ) -> tuple[_Of, _Of]:
@@ -336,7 +329,7 @@ def names_of(
             raise ValueError("`generator` must be None where a `seed` is given, got both; leave one out")
         of_seed = _numbers("seed", seed, logits, torch.int64, _SEEDS)
         return of_seed, _numbers("counter", counter, logits, torch.int64, _SEEDS)
-    if not is_zero(counter):
+    if isinstance(counter, (bool, Tensor)) or counter != 0:
         raise ValueError("`counter` must be left out without a `seed`, got one; a generator counts by itself")
     if generator is not None:
         if not isinstance(generator, torch.Generator):

@@ -48,11 +48,15 @@ class Plan(Generic[Of]):
         self.result, self.start, self._device = result, start, device
         self._like = few_like(result) if device.type == "cpu" else None
 
-    def run(self, read: Any, *others: Tensor | None) -> Of:
-        """Computes the result into new tensors and returns them."""
+    def empty(self) -> Of:
+        """New uninitialised tensors for the result."""
         like = self._like
         # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
-        out = self.result.empty(self._device) if like is None else _new(self.result.kind, map(empty_like, like))
+        return self.result.empty(self._device) if like is None else _new(self.result.kind, map(empty_like, like))
+
+    def run(self, read: Any, *others: Tensor | None) -> Of:
+        """Computes the result into new tensors and returns them."""
+        out = self.empty()
         self.start(read, out, *others)
         return out
 

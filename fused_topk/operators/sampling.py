@@ -26,7 +26,7 @@ from ..scale import Scale
 from . import row_topk
 from .dispatch import is_seen_by_torch
 from .operator import Operator
-from .results import empty
+from .results import Plan, Result
 
 _write_rows = rows_writer(SampleRows)
 
@@ -34,30 +34,33 @@ _write_rows = rows_writer(SampleRows)
 Start = Callable[[SampleProblem, Sample], None]
 
 
-def draw(problem: SampleProblem, start: Start) -> Sample:
-    """Draws into new tensors and returns them. start: the plan of such a problem."""
-    out = empty_result(problem)
-    start(problem, out)
+def result_of(problem: SampleProblem) -> Result[Any]:
+    """The tensors of the result, with one leading dimension: the rows."""
+    logits, num_samples, k = problem.rows.logits, problem.num_samples, problem.topk
+    rows, dtype = math.prod(logits.shape[:-1]), result_dtype(logits.dtype)
+    fields: list[Any] = [((rows, num_samples), torch.int64), ((rows, num_samples), dtype)]
+    if k:
+        fields += [((rows, k), dtype), ((rows, k), torch.int64), ((rows,), dtype)]
+    if problem.kept:
+        fields += [((rows,), torch.int64), ((rows,), dtype)]
+    return Result(tuple, *fields)
+
+
+def as_sample(tensors: Sequence[Tensor], problem: SampleProblem) -> Sample:
+    """The result that has the tensors of result_of()."""
+    tokens, logprobs, *others = tensors
+    best = TopK(*others[:3]) if problem.topk else None
+    return Sample(tokens, logprobs, best, Kept(*others[-2:]) if problem.kept else None)
+
+
+def draw(problem: SampleProblem, planned: Plan[Any]) -> Sample:
+    """Draws into new tensors and returns them. planned: the plan of such a problem."""
+    out = as_sample(planned.empty(), problem)
+    planned.start(problem, out)
     return out
 
 
-def empty_result(problem: SampleProblem) -> Sample:
-    """New uninitialised tensors for the result, with one leading dimension: the rows."""
-    logits, num_samples, k = problem.rows.logits, problem.num_samples, problem.topk
-    rows, device, dtype = math.prod(logits.shape[:-1]), logits.device, result_dtype(logits.dtype)
-
-    def of(*shape: int, dtype: torch.dtype) -> Tensor:
-        return empty(size=shape, dtype=dtype, device=device)
-
-    return Sample(
-        of(rows, num_samples, dtype=torch.int64),
-        of(rows, num_samples, dtype=dtype),
-        TopK(of(rows, k, dtype=dtype), of(rows, k, dtype=torch.int64), of(rows, dtype=dtype)) if k else None,
-        Kept(of(rows, dtype=torch.int64), of(rows, dtype=dtype)) if problem.kept else None,
-    )
-
-
-def plan_of(problem: SampleProblem, backend: str | None, device: torch.device | None = None) -> Start:
+def plan_of(problem: SampleProblem, backend: str | None, device: torch.device | None = None) -> Plan[Any]:
     """The plan of a checked request. It serves all requests that differ in their seeds, their noise and tensors alone, not in the
     tensors' layouts. device: of the tensors that a problem of meta tensors stands for."""
     rows, *filters = problem[:7]
@@ -67,17 +70,17 @@ def plan_of(problem: SampleProblem, backend: str | None, device: torch.device | 
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(device: torch.device, backend: str | None, layout: RowsLayout, *fields: Any) -> Start:
+def plan(device: torch.device, backend: str | None, layout: RowsLayout, *fields: Any) -> Plan[Any]:
     """fields: those of :class:`SampleProblem` but the rows, the seeds, the counters and the noise, with layouts in place of
     tensors."""
     rows, filters, wanted = layout.meta(), fields[:6], fields[6:]
     _, topk, *_ = wanted
     chosen = backends.pick(device, rows.logits.dtype, max(topk, 1), backend)
-    if not len(rows.logits):
-        return lambda problem, out: None
     of_rows = (x.meta() if isinstance(x, Like) else x for x in filters)
     parameters: Any = (*of_rows, 0, None, 0, None, *wanted)
-    return PREPARE[chosen](SampleProblem(rows, *parameters), device)
+    problem = SampleProblem(rows, *parameters)
+    start = PREPARE[chosen](problem, device) if len(rows.logits) else lambda problem, out: None
+    return Plan(result_of(problem), device, start)
 
 
 def reference(problem: SampleProblem, out: Sample) -> None:
@@ -331,40 +334,28 @@ PREPARE: dict[str, Callable[[SampleProblem, torch.device], Start]] = {
 }
 
 
-def _run(*arguments: Any) -> tuple[Tensor, ...]:
+def _run(*arguments: Any) -> list[Tensor]:
     rows, (noise, *parameters, backend) = unflattened(arguments)
     fields: Any = (rows, *parameters, 0, noise)
     problem = SampleProblem(*fields)
     return flat(draw(problem, plan_of(problem, backend)))
 
 
-def _fake(*arguments: Any) -> tuple[Tensor, ...]:
+def _fake(*arguments: Any) -> list[Tensor]:
     rows, (_, *parameters, _) = unflattened(arguments)
-    return flat(empty_result(SampleProblem(rows, *parameters)))
+    return list(result_of(SampleProblem(rows, *parameters)).empty(rows.logits.device))
 
 
-def flat(result: Sample) -> tuple[Tensor, ...]:
-    """The tensors that the operator returns. Their number is fixed, so empty tensors stand for no TopK and no Kept."""
-    tokens, logprobs, topk, kept, _ = result
-    if topk is None:
-        topk = TopK(logprobs.new_empty((0,)), tokens.new_empty((0,)), logprobs.new_empty((0,)))
-    if kept is None:
-        kept = Kept(tokens.new_empty((0,)), logprobs.new_empty((0,)))
-    return tokens, logprobs, *topk, *kept
-
-
-def unflattened_result(tensors: Sequence[Tensor], problem: SampleProblem) -> Sample:
-    """The result, given what :func:`flat` returns of it."""
-    tokens, logprobs, values, indices, logsumexp, *of_kept = tensors
-    best = TopK(values, indices, logsumexp) if problem.topk else None
-    return Sample(tokens, logprobs, best, Kept(*of_kept) if problem.kept else None)
+def flat(result: Sample) -> list[Tensor]:
+    """The tensors of a result, as an operator returns them."""
+    return [result.tokens, result.logprobs, *(result.topk or ()), *(result.kept or ())]
 
 
 # The arguments behind the rows, which are fields of SampleProblem, and the results: the same for every operator that draws.
 SCHEMA = (
     "SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, float min_p, Tensor? row_min_p, "
     "int seed, Tensor? row_seed, int counter, Tensor? row_counter, SymInt num_samples, SymInt topk, "
-    "bool truncated, bool kept, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool truncated, bool kept, str? backend) -> Tensor[]"
 )
 _sample = Operator(f"sample({ROWS_SCHEMA}, Tensor? noise, {SCHEMA}", _run, _fake)
 
@@ -374,5 +365,5 @@ def sample(problem: SampleProblem, backend: str | None) -> Sample:
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     rows, *parameters, _, noise = problem
     if is_seen_by_torch(*(x for x in (*rows, *parameters, noise) if isinstance(x, Tensor))):
-        return unflattened_result(_sample(*rows, noise, *parameters, backend), problem)
+        return as_sample(_sample(*rows, noise, *parameters, backend), problem)
     return draw(problem, plan_of(problem, backend))
