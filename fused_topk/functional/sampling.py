@@ -250,8 +250,9 @@ def problem_of(
     """rows: at the temperature 1. request: checked, num_samples to backend of :func:`check_parameters`."""
     (temperature, row_temperature), top_k, top_p, min_p = numbers
     num_samples, topk, logprobs, kept, _ = request
-    logits, _, _, mask, lengths = rows
-    rows = LogitRows(logits, temperature=temperature, row_temperature=row_temperature, mask=mask, lengths=lengths)
+    if row_temperature is not None or temperature != 1.0:
+        logits, _, _, mask, lengths = rows
+        rows = LogitRows(logits, temperature=temperature, row_temperature=row_temperature, mask=mask, lengths=lengths)
     parameters = (*top_k, *top_p, *min_p, *seed, *counter)
     return SampleProblem(rows, *parameters, num_samples, topk, logprobs == "kept", kept, 0, noise)
 
