@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,10 +134,3 @@ def _kept_words(header: Header, device: torch.device) -> Tensor:
     # Kept for later calls: a CUDA graph may capture them, and then nothing may be copied from the host.
     with torch.inference_mode(False):
         return _words(header, device)
-
-
-def describe_difference(headers: Sequence[Header]) -> str | None:
-    """None if the calls of all processes fit together, else who asked for what."""
-    if all(header[1:] == headers[0][1:] for header in headers):
-        return None
-    return "; ".join(f"rank {rank} has {header}" for rank, header in enumerate(headers))

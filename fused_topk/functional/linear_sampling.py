@@ -68,7 +68,7 @@ def linear_sample(
     logits = logits_of_head(hidden, weight)
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, topk, logprobs, kept, backend)
-    rows, checked = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, *request)
+    rows, checked = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, request)
     check_no_transform("linear_sample")
     of_seed, of_counter = sampling.names_of(seed, counter, generator, logits)
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_tensor
-from ..operators.results import Plan, Result
+from ..operators.results import Of, Plan, Result
 from ..rows import LogitRows
 from ..tracing import is_traced
 
@@ -28,13 +28,14 @@ def may_be_plain(out: Any, types: Sequence[type], length: int) -> bool:
     return type(out) in types and len(out) == length and all(type(x) is Tensor for x in out)
 
 
-def run_into(planned: Plan[Any], out: Any, rows: LogitRows, *others: Tensor | None) -> Any:
+def run_into(planned: Plan[Of], out: Any, rows: LogitRows, *others: Tensor | None) -> Of:
     """Runs a plan into `out`, which may be plain, once it is checked. Returns it as the result's type.
 
     others: the other tensors of the call.
     """
-    kind, expected = planned.result.kind, planned.result.fields
-    written = out if type(out) is kind else _new(kind, out if len(out) == len(expected) else (*out, _NO_LOGSUMEXP))
+    kind: Any = planned.result.kind
+    expected = planned.result.fields
+    written: Of = out if type(out) is kind else _new(kind, out if len(out) == len(expected) else (*out, _NO_LOGSUMEXP))
     is_plain = _is_plain(out, expected, rows, *others)
     if not is_plain:
         check_out(out, expected[: len(out)], rows, kind._fields[: len(out)], *others)
@@ -49,12 +50,12 @@ def run_into(planned: Plan[Any], out: Any, rows: LogitRows, *others: Tensor | No
 def copied_into(
     out: Any,
     fields: Sequence[str],
-    result: Result[Any],
-    compute: Callable[[], Any],
+    result: Result[Of],
+    compute: Callable[[], Of],
     rows: LogitRows,
     dim: int,
     *others: Tensor | None,
-) -> Any:
+) -> Of:
     """Checks `out`, computes the result, and copies it there. Returns `out` as the result's type.
 
     fields: those that `out` is to have. dim: the dimension of the vocabulary, which is last in the rows.

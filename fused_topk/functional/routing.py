@@ -123,8 +123,7 @@ def router_topk(
             planned = plan(logits.device, rows.layout(), like_given(bias), asked, index_dtype, backend)
             if out is None:
                 return planned.run(rows, bias)
-            into: RouterTopK = run_into(planned, out, rows, bias)
-            return into
+            return run_into(planned, out, rows, bias)
     rows = check_rows(logits, mask=mask, dim=dim)
     bias = check_bias(bias, rows.logits)
     if out is not None:
@@ -139,8 +138,7 @@ def router_topk(
     if out is None:
         return compute()
     result = result_of(rows.logits, k, index_dtype)
-    copied: RouterTopK = copied_into(out, RouterTopK._fields, result, compute, rows, dim, bias)
-    return copied
+    return copied_into(out, RouterTopK._fields, result, compute, rows, dim, bias)
 
 
 def _index_dtype_of(out: Any) -> Any:

@@ -228,8 +228,7 @@ def _row(
         if rows is not None:
             planned = plan(logits.device, rows.layout(), k, values, normalize, backend)
             if out is not None:
-                written: TopK = run_into(planned, out, rows)
-                return written
+                return run_into(planned, out, rows)
             best = planned.run(rows)
             return best if dim == -1 else _with_dim(best, dim)
     check_normalize(normalize)
@@ -249,8 +248,7 @@ def _row(
 
     if out is None:
         return compute()
-    copied: TopK = copied_into(out, _fields(values), row_result(rows.logits, k, values), compute, rows, dim)
-    return copied
+    return copied_into(out, _fields(values), row_result(rows.logits, k, values), compute, rows, dim)
 
 
 def _with_dim(best: TopK, dim: int) -> TopK:

@@ -171,7 +171,7 @@ def sample(
             rows = rows.broadcast().flat()
     else:
         check_logits(logits)
-        rows, of_each = check_parameters(logits, logits.device.type, numbers, mask, lengths, *request)
+        rows, of_each = check_parameters(logits, logits.device.type, numbers, mask, lengths, request)
         check_no_transform("sample")
         rows = rows.with_logits(logits.detach()).flat()
     of_noise = None
@@ -195,14 +195,11 @@ def check_parameters(
     numbers: tuple[Any, ...],
     mask: Tensor | None,
     lengths: Tensor | None,
-    num_samples: Any,
-    topk: Any,
-    logprobs: Any,
-    kept: Any,
-    backend: Any,
+    request: tuple[Any, ...],
 ) -> tuple[LogitRows, _Numbers]:
     """Checks the arguments. Returns the rows, at the temperature 1, and the numbers: temperature, top_k, top_p and min_p. The logits may
-    be a meta tensor, in place of one on a device of that type."""
+    be a meta tensor, in place of one on a device of that type. request: num_samples to backend."""
+    num_samples, topk, logprobs, kept, backend = request
     rows = check_rows(logits, 1.0, mask, lengths)
     checked = check_numbers(logits, _floating(device_type), *numbers)
     check_backend(backend)
@@ -279,7 +276,7 @@ def _plan(
     to backend of :func:`check_parameters`."""
     rows = check_layout(layout).flat()
     given = tuple(x.meta() if isinstance(x, Like) else x for x in (temperature, top_k, top_p, min_p))
-    rows, numbers = check_parameters(rows.logits, device.type, given, rows.mask, rows.lengths, *request)
+    rows, numbers = check_parameters(rows.logits, device.type, given, rows.mask, rows.lengths, request)
     return _Plan(numbers, sampling.plan_of(problem_of(rows, numbers, _NO_NAME, _NO_NAME, request), request[-1], device))
 
 
