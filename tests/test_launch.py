@@ -75,7 +75,6 @@ def test_threads_that_ask_at_once_get_counters_that_last(counts):
 def test_captured_launches_share_no_counters(monkeypatch):
     """Graphs may replay at the same time as each other, and as what is launched without one."""
     reserve = torch.empty(10, dtype=torch.int32)
-    monkeypatch.setattr(tickets, "_RESERVED_TICKETS", 10)
     monkeypatch.setattr(tickets, "_reserves", {0: reserve})
     launched = tickets.zeroed(0, 5)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -94,7 +93,6 @@ def test_captured_launches_share_no_counters(monkeypatch):
 @pytest.mark.usefixtures("one_stream")
 def test_launches_of_one_graph_and_stream_share_counters(monkeypatch):
     reserve = torch.empty(10, dtype=torch.int32)
-    monkeypatch.setattr(tickets, "_RESERVED_TICKETS", 10)
     monkeypatch.setattr(tickets, "_reserves", {0: reserve})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for first in (0, 5):
@@ -110,7 +108,7 @@ def test_launches_of_one_graph_and_stream_share_counters(monkeypatch):
         tickets.zeroed(0, 2), tickets.zeroed(0, 2)
         assert len(made) == 2
     with tickets.one_capture():
-        monkeypatch.setattr(tickets, "_RESERVED_TICKETS", 20)
+        monkeypatch.setattr(tickets, "_reserves", {0: torch.empty(10, dtype=torch.int32)})
         of_streams = set()
         for stream in (7, 8):
             monkeypatch.setattr(tickets, "raw_stream", lambda device, stream=stream: stream)
@@ -129,7 +127,6 @@ def test_counters_of_a_device_that_captures_while_another_is_current(monkeypatch
         current[0] = 0
 
     reserve = torch.empty(10, dtype=torch.int32)
-    monkeypatch.setattr(tickets, "_RESERVED_TICKETS", 10)
     monkeypatch.setattr(tickets, "_reserves", {1: reserve})
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
