@@ -16,35 +16,34 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import backends
+from .layout.router_launch import SCORINGS
 from .operators.dispatch import transform_is_active
+from .problem import result_dtype
 from .rows import DTYPES, named
 from .tracing import is_traced
 
 # Up to this many numbers are compared in Python, more by a reduction. For 16 numbers both take about 2 µs.
 _FEW_NUMBERS = 16
 _NORMALIZE = ("allowed", "all", "topk")
+_GROUP_SCORES = ("top2", "max")
+INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 def check_tensor(name: str, value: Any) -> None:
-    if isinstance(value, torch.fx.Proxy):
-        raise TypeError(
-            f"`{name}` must be a torch.Tensor, got a Proxy of torch.fx.symbolic_trace; use torch.export or torch.compile, "
-            "or name the function in torch.fx.wrap"
-        )
     if is_distributed(value):
         raise TypeError(
             f"`{name}` must not be a DTensor, got one placed {value.placements}; pass .full_tensor(), or .to_local() where "
             "whole rows are local"
         )
     if not isinstance(value, Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}; convert it with torch.as_tensor")
-    if value.is_nested:
-        raise TypeError(
-            f"`{name}` must be a dense tensor, got a nested one; pad it with torch.nested.to_padded_tensor(), or pass its "
-            "parts, .unbind(), one by one"
-        )
-    if value.layout != torch.strided:
-        raise TypeError(f"`{name}` must be a dense tensor, got layout {value.layout}; convert it with .to_dense()")
+        is_proxy = isinstance(value, torch.fx.Proxy)
+        remedy = "use torch.compile or torch.export" if is_proxy else "convert it with torch.as_tensor"
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}; {remedy}")
+    if value.is_nested or value.layout != torch.strided:
+        got, remedy = f"layout {value.layout}", ".to_dense()"
+        if value.is_nested:
+            got, remedy = "a nested one", "torch.nested.to_padded_tensor(), or pass its parts, .unbind(), one by one"
+        raise TypeError(f"`{name}` must be a dense tensor, got {got}; convert it with {remedy}")
 
 
 def is_distributed(value: Any) -> bool:
@@ -87,13 +86,10 @@ def check_no_transform(function: str) -> None:
 
 def check_dim(dim: Any, dims: int) -> int:
     """The dimension as a non-negative number."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(
-            f"`dim` must be an int, got {type(dim).__name__}; pass the position of the vocabulary dimension"
-        )
+    check_int("dim", dim)
     if not -dims <= dim < dims:
         raise ValueError(f"`dim` must satisfy {-dims} <= dim < {dims}, got dim={dim}; the vocabulary is usually dim=-1")
-    return dim % dims
+    return int(dim % dims)
 
 
 def check_vocabulary(vocab_size: int, name: str = "logits") -> None:
@@ -169,25 +165,18 @@ def check_whole_rows(name: str, value: Any, remedy: str) -> None:
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(
-            f"`{name}` must be a str, got {type(value).__name__}; pass one of {', '.join(map(repr, allowed))}"
-        )
-    if value not in allowed:
-        listed = ", ".join(repr(a) for a in allowed)
-        raise ValueError(f"`{name}` must be one of {listed}, got {value!r}; check the spelling")
+    if not isinstance(value, str) or value not in allowed:
+        listed, kind = ", ".join(map(repr, allowed)), ValueError if isinstance(value, str) else TypeError
+        raise kind(f"`{name}` must be one of {listed}, got {value!r}; check the spelling")
 
 
 def check_result_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
     """The dtype of the result of full rows."""
     if dtype is None:
         return logits.dtype
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(
-            f"`dtype` must be a torch.dtype, got {type(dtype).__name__}; pass torch.float32 or leave it out"
-        )
-    if dtype not in (logits.dtype, torch.float32):
-        raise ValueError(
+    if not isinstance(dtype, torch.dtype) or dtype not in (logits.dtype, torch.float32):
+        kind = ValueError if isinstance(dtype, torch.dtype) else TypeError
+        raise kind(
             f"`dtype` must be torch.float32 or that of `logits`, {logits.dtype}, got {dtype}; convert the result with .to()"
         )
     return dtype
@@ -209,18 +198,12 @@ def check_backend(backend: Any) -> None:
         check_choice("backend", backend, backends.NAMES)
 
 
-def check_beams(logits: Tensor) -> None:
-    if logits.dim() != 3:
-        raise ValueError(
-            f"`logits` must have the shape (batch, beams, vocabulary) for beam search, got {tuple(logits.shape)}; "
-            "reshape them, for example with .unflatten(0, (-1, beams))"
-        )
-    if logits.shape[1] == 0:
-        raise ValueError(f"`logits` must have at least one beam, got shape {tuple(logits.shape)}; leave the call out")
-
-
 def check_beam_scores(beam_scores: Any, logits: Tensor) -> None:
-    check_beams(logits)
+    if logits.dim() != 3 or logits.shape[1] == 0:
+        raise ValueError(
+            "`logits` must have the shape (batch, beams, vocabulary) for beam search, with at least one beam, got "
+            f"{tuple(logits.shape)}; reshape them, for example with .unflatten(0, (-1, beams))"
+        )
     check_tensor("beam_scores", beam_scores)
     if not beam_scores.is_floating_point():
         raise TypeError(f"`beam_scores` must be floating point, got {beam_scores.dtype}; convert them with .float()")
@@ -310,3 +293,59 @@ def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
         raise ValueError(
             f"`{name}` must be on {logits.device}, where the logits are, got {tensor.device}; use .to(...)"
         )
+
+
+def check_router(
+    experts: int,
+    index_dtype: Any,
+    k: Any,
+    scoring: Any,
+    groups: Any,
+    topk_groups: Any,
+    group_score: Any,
+    renormalize: Any,
+    scale: Any,
+) -> None:
+    """Checks all arguments that are no tensors."""
+    check_k(k, experts, "the number of experts")
+    check_choice("scoring", scoring, tuple(SCORINGS))
+    check_choice("group_score", group_score, _GROUP_SCORES)
+    check_k(groups, experts, "the number of experts", "groups")
+    if experts % groups:
+        raise ValueError(
+            f"`groups` must divide the number of experts, {experts}, got groups={groups}; use 1 for no groups"
+        )
+    check_k(topk_groups, groups, "the number of groups", "topk_groups")
+    if topk_groups * (experts // groups) < k:
+        raise ValueError(
+            f"`topk_groups` groups must have at least k={k} experts, got topk_groups={topk_groups} with {experts // groups} "
+            "experts each; keep more groups"
+        )
+    check_flags(renormalize=renormalize)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"`scale` must be a number, got {type(scale).__name__}; use float(scale)")
+    if isinstance(scale, int) and abs(scale) > sys.float_info.max:
+        raise ValueError(
+            f"`scale` must be at most {sys.float_info.max:.3g}, got {str(scale)[:20]}...; scale the weights"
+        )
+    if not isinstance(index_dtype, torch.dtype) or index_dtype not in INDEX_DTYPES:
+        raise TypeError(
+            f"`index_dtype` must be torch.int64 or torch.int32, got {index_dtype}; convert the experts with .to()"
+        )
+
+
+def check_bias(bias: Any, logits: Tensor) -> Tensor | None:
+    """The bias in the dtype of the scores, contiguous."""
+    if bias is None:
+        return None
+    check_tensor("bias", bias)
+    if not bias.is_floating_point():
+        raise TypeError(f"`bias` must be a floating-point tensor, got {bias.dtype}; use .float()")
+    check_same_device("bias", bias, logits)
+    experts = logits.shape[-1]
+    if bias.shape != (experts,):
+        raise ValueError(
+            f"`bias` must have shape ({experts},), one number an expert, got {tuple(bias.shape)}; use .squeeze() or .view(-1)"
+        )
+    checked: Tensor = bias.to(result_dtype(logits.dtype)).contiguous()
+    return checked

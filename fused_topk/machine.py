@@ -17,52 +17,32 @@ from . import __version__, backends, env
 from .backends import cpu
 from .cuda_runtime import kernel_cache
 
-_MIB = 1 << 20
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
 def describe() -> dict[str, Any]:
-    """Versions, devices, backends and the cache of compiled kernels, as plain JSON values."""
+    """Versions, devices, backends and the cache of compiled kernels, by their names."""
+    cache = env.kernel_cache_dir()
     return {
         "versions": versions(),
         "cpu": {
             "model": _cpu_model(),
-            "instructions": _or_cause(cpu.instruction_set),
+            "native kernel": _or_cause(cpu.instruction_set),
             "threads": torch.get_num_threads(),
         },
-        "gpus": _or_cause(_gpus),
-        "backends": backends.available(),
-        "kernel_cache": _kernel_cache(),
+        "gpus": _gpus(),
+        "backends": {name: cause or "works" for name, cause in backends.available().items()},
+        "compiled kernels": {"folder": cache and str(cache), "kept": kernel_cache.problem() or "yes"},
     }
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """The result of describe() as text: in each line a name, and what was found."""
-    lines = [(name, version or "not found") for name, version in found["versions"].items()]
-    cpu = found["cpu"]
-    kernel = f"native kernel: {cpu['instructions']}" if cpu["instructions"] else "no native kernel"
-    lines.append(("CPU", f"{cpu['model']}, {kernel}, {cpu['threads']} threads"))
-    # "gpus" is a list, or the error that prevented one.
-    gpus = found["gpus"] if isinstance(found["gpus"], list) else []
-    if not gpus:
-        lines.append(("GPU", found["gpus"] or "none that torch sees"))
-    for number, gpu in enumerate(gpus):
-        does = (
-            f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['multiprocessors']} multiprocessors, "
-            f"{gpu['l2_bytes'] / _MIB:.0f} MiB L2, {gpu['memory_bytes'] / _MIB / 1024:.0f} GiB"
-        )
-        lines.append((f"GPU {number}", does))
-        if gpu["problem"]:
-            lines.append(("", f"no kernels: {gpu['problem']}"))
-    for name, cause in found["backends"].items():
-        lines.append((f"backend {name}", "works" if cause is None else f"no: {cause}"))
-    cache = found["kernel_cache"]
-    held = f"{cache['files']} files, {cache['bytes'] / _MIB:.1f} MiB"
-    lines.append(("compiled kernels", f"{cache['path'] or 'no folder'} ({held})"))
-    if cache["problem"]:
-        lines.append(("", f"not kept: {cache['problem']}"))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:{width}}  {what}" for name, what in lines)
+    """The result of describe() as text: each group of values under its name."""
+    lines = []
+    for group, values in found.items():
+        lines.append(group)
+        lines += [f"  {name:22} {value or 'none'}" for name, value in values.items()]
+    return "\n".join(lines)
 
 
 def versions() -> dict[str, str | None]:
@@ -114,21 +94,17 @@ def _nvrtc_version() -> str | None:
     return ".".join(str(part) for part in nvrtc.getVersion())
 
 
-def _gpus() -> list[dict[str, Any]]:
-    if not torch.cuda.is_available():
-        return []
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [
-        {
-            "name": gpu.name,
-            "compute_capability": f"{gpu.major}.{gpu.minor}",
-            "multiprocessors": gpu.multi_processor_count,
-            "l2_bytes": gpu.L2_cache_size,
-            "memory_bytes": gpu.total_memory,
-            "problem": backends.available(torch.device("cuda", index))["cuda"],
-        }
-        for index, gpu in enumerate(found)
-    ]
+def _gpus() -> dict[str, Any]:
+    count = _or_cause(lambda: torch.cuda.is_available() and torch.cuda.device_count())
+    return {str(index): _gpu(index) for index in range(count)} if isinstance(count, int) and count else {"all": count}
+
+
+def _gpu(index: int) -> str:
+    gpu, problem = torch.cuda.get_device_properties(index), backends.available(torch.device("cuda", index))["cuda"]
+    return (
+        f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} multiprocessors, "
+        f"{gpu.L2_cache_size >> 20} MiB L2, {gpu.total_memory / 2**30:.0f} GiB{f'; no kernels: {problem}' if problem else ''}"
+    )
 
 
 def _cpu_model() -> str:
@@ -140,13 +116,3 @@ def _cpu_model() -> str:
         except OSError:
             pass
     return platform.processor() or platform.machine()
-
-
-def _kernel_cache() -> dict[str, Any]:
-    folder, kept = env.kernel_cache_dir(), kernel_cache.kept()
-    return {
-        "path": None if folder is None else str(folder),
-        "files": len(kept),
-        "bytes": sum(file.bytes for file in kept),
-        "problem": kernel_cache.problem(),
-    }

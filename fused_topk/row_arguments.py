@@ -26,7 +26,7 @@ from .rows import LogitRows, RowsLayout
 from .scale import Scale
 
 # The kernels scale by 1 / T in float32. All backends have the limits of the CPU's kernel (csrc/cpu/row_state.h).
-LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 2.0**-120, 2.0**126
+TEMPERATURES = 2.0**-120, 2.0**126
 _LENGTHS = (torch.int32, torch.int64)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -47,7 +47,15 @@ def check_rows(
     dims = logits.dim()
     dim = check_dim(dim, dims)
     if dim != dims - 1:
-        logits, mask = logits.movedim(dim, -1), _vocabulary_last(mask, dim, dims)
+        logits = logits.movedim(dim, -1)
+        # A packed mask already has its words last. A bool one moves with the logits, once it has their dimensions.
+        if (
+            isinstance(mask, Tensor)
+            and mask.dtype == torch.bool
+            and mask.dim() <= dims
+            and mask.layout == torch.strided
+        ):
+            mask = mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
     # A comparison, because torch.compile of torch 2.6 makes a size a constant if its truth value is asked.
     if not may_be_empty or logits.shape[-1] > 0:
         check_vocabulary(logits.shape[-1])
@@ -86,30 +94,25 @@ def plain_rows(
     if type(temperature) is float and temperature == 1.0 and mask is None and lengths is None:
         # The plainest call has a path of its own: for a short row, looking at the optional arguments would show.
         return None if need_dispatcher(logits, *others) else tuple.__new__(LogitRows, (logits, 1.0, None, None, None))
-    number, row_temperature = 1.0, None
-    if type(temperature) is Tensor:
-        row_temperature = temperature
-        is_known = temperature.dtype is result_dtype(logits.dtype) and not temperature.requires_grad
-        if not is_known or temperature.device != logits.device:
+    number, row_temperature = 1.0, temperature if isinstance(temperature, Tensor) else None
+    # A loop, because any() of a generator would show.
+    for tensor in (row_temperature, mask, lengths):
+        if tensor is not None and (type(tensor) is not Tensor or tensor.device != logits.device):
             return None
-    elif type(temperature) is float or type(temperature) is int:
-        if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
-            return None
-        number = float(temperature)
-    else:
-        return None
-    if mask is not None and (type(mask) is not Tensor or mask.device != logits.device):
-        return None
-    if lengths is not None and (
-        type(lengths) is not Tensor or lengths.device != logits.device or lengths.dtype not in _LENGTHS
-    ):
-        return None
     if need_dispatcher(logits, row_temperature, mask, lengths, *others) or logits.dim() == 0:
         return None
     if row_temperature is not None:
-        check_row_temperature(row_temperature)
+        if row_temperature.dtype is not result_dtype(logits.dtype) or row_temperature.requires_grad:
+            return None
+        check_row_values("temperature", row_temperature, TEMPERATURES)
+    elif type(temperature) in (float, int) and TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
+        number = float(temperature)
+    else:
+        return None
     if lengths is not None:
-        check_row_lengths(lengths, logits.shape[-1])
+        if lengths.dtype not in _LENGTHS:
+            return None
+        check_row_values("lengths", lengths, (0, logits.shape[-1]))
     return tuple.__new__(LogitRows, (logits, number, row_temperature, mask, lengths))
 
 
@@ -125,35 +128,14 @@ def is_plain(value: Any, logits: Tensor, dtype: torch.dtype, shape: Sequence[int
     )
 
 
-def check_temperature(temperature: float | Tensor, logits: Tensor, dtype: torch.dtype) -> Scale:
+def check_temperature(temperature: Any, logits: Tensor, dtype: torch.dtype) -> Scale:
     """The temperature of all rows, or that of each row with shape logits.shape[:-1]."""
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
-        remedy = "leave it out for 1.0" if temperature is None else "use float(...)"
-        raise TypeError(f"`temperature` must be a number or a tensor, got {type(temperature).__name__}; {remedy}")
-    if not isinstance(temperature, Tensor):
-        if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
-            raise ValueError(
-                f"`temperature` must be positive and finite in float32 ({LEAST_TEMPERATURE:.2g} to "
-                f"{GREATEST_TEMPERATURE:.2g}), got {temperature}; for the best token use k=1"
-            )
-        return Scale(float(temperature))
-    check_tensor("temperature", temperature)
-    if not temperature.is_floating_point():
-        raise TypeError(f"`temperature` must be a floating-point tensor, got {temperature.dtype}; use .float()")
-    check_no_tangent("temperature", temperature)
-    _check_is_one_a_row("temperature", temperature, logits)
+    number, of_rows = check_row_numbers("temperature", temperature, logits, dtype, TEMPERATURES)
+    if of_rows is None:
+        return Scale(number)
     if temperature.requires_grad:
         raise ValueError("`temperature` must not require a gradient, got requires_grad=True; use .detach()")
-    check_row_temperature(temperature)
-    return Scale(row_temperature=temperature.to(dtype).expand(logits.shape[:-1]))
-
-
-def check_row_temperature(temperature: Tensor) -> None:
-    if not is_readable(temperature):
-        return
-    wrong = number_outside(temperature, LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
-    if wrong is not None:
-        raise ValueError(f"`temperature` must be positive and finite in every row, got {wrong}; clamp it")
+    return Scale(row_temperature=of_rows)
 
 
 def check_row_numbers(
@@ -164,34 +146,44 @@ def check_row_numbers(
     limits: tuple[float, float],
     or_zero: bool = False,
 ) -> tuple[Any, Tensor | None]:
-    """A parameter of sampling: (the number of all rows, None), or (0, that of each row, contiguous, flat and of `dtype`).
-    limits: the least and the greatest value. or_zero: whether 0 is allowed besides."""
+    """A number of all rows, or one a row: (the number, None), or (0, those of the rows (...), of `dtype`).
+
+    limits: the least and the greatest value. or_zero: whether 0 is allowed besides.
+    """
     least, greatest = limits
-    is_plain = type(value) is int or (type(value) is float and dtype.is_floating_point)
-    if is_plain and (least <= value <= greatest or (or_zero and value == 0)):
-        # The quick way of what most calls have.
-        return float(value) if dtype.is_floating_point else value, None
-    kinds: tuple[Any, ...] = (int, float, np.number) if dtype.is_floating_point else (int, np.integer)
-    if isinstance(value, bool) or not isinstance(value, (*kinds, Tensor)):
-        a_number = "a number" if dtype.is_floating_point else "an int"
-        raise TypeError(f"`{name}` must be {a_number} or a tensor, got {type(value).__name__}; convert it")
-    rule = f"satisfy {least:.3g} <= {name} <= {greatest:.3g}{' or be 0' if or_zero else ''}"
-    if not isinstance(value, Tensor):
-        given: Any = value
-        # Compared before it is converted: a float cannot hold every int.
-        if not (least <= given <= greatest or (or_zero and given == 0)):
-            raise ValueError(f"`{name}` must {rule}, got {value}; clamp it")
-        return float(given) if dtype.is_floating_point else int(given), None
-    check_tensor(name, value)
-    if value.is_floating_point() != dtype.is_floating_point or value.dtype == torch.bool or value.is_complex():
-        kind = "a floating-point" if dtype.is_floating_point else "an integer"
-        raise TypeError(f"`{name}` must be {kind} tensor, got {value.dtype}; use .to({dtype})")
-    _check_is_one_a_row(name, value, logits)
-    numbers = value.detach().to(dtype)
-    wrong = number_outside(numbers, least, greatest, or_zero) if is_readable(value) else None
+    is_floating = dtype.is_floating_point
+    if isinstance(value, Tensor):
+        check_tensor(name, value)
+        if value.is_floating_point() != is_floating or value.dtype == torch.bool or value.is_complex():
+            kind = "a floating-point" if is_floating else "an integer"
+            raise TypeError(f"`{name}` must be {kind} tensor, got {value.dtype}; use .to({dtype})")
+        check_no_tangent(name, value)
+        _check_is_one_a_row(name, value, logits)
+        numbers = value.to(dtype)
+        check_row_values(name, numbers, limits, or_zero)
+        return 0, numbers.expand(logits.shape[:-1])
+    kinds: tuple[Any, ...] = (int, float, np.number) if is_floating else (int, np.integer)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        a_number = "a number" if is_floating else "an int"
+        raise TypeError(
+            f"`{name}` must be {a_number} or a tensor, got {type(value).__name__}; convert it, or leave it out"
+        )
+    # Compared before it is converted: a float cannot hold every int.
+    if not (least <= value <= greatest or (or_zero and value == 0)):
+        raise ValueError(f"`{name}` must {_rule(name, limits, or_zero)}, got {value}; clamp it")
+    return float(value) if is_floating else int(value), None
+
+
+def check_row_values(name: str, numbers: Tensor, limits: tuple[float, float], or_zero: bool = False) -> None:
+    """Checks numbers of rows, where they can be read."""
+    wrong = number_outside(numbers, *limits, or_zero) if is_readable(numbers) else None
     if wrong is not None:
-        raise ValueError(f"`{name}` must {rule} in every row, got {wrong}; clamp it")
-    return 0, numbers.expand(logits.shape[:-1]).reshape(-1).contiguous()
+        raise ValueError(f"`{name}` must {_rule(name, limits, or_zero)} in every row, got {wrong}; clamp it")
+
+
+def _rule(name: str, limits: tuple[float, float], or_zero: bool) -> str:
+    least, greatest = (f"{limit:.10g}" for limit in limits)
+    return f"satisfy {least} <= {name} <= {greatest}{' or be 0' if or_zero else ''}"
 
 
 def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
@@ -228,14 +220,6 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
     return mask.expand(*rows, words)
 
 
-def _vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
-    """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
-    already has its words last."""
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims and mask.layout == torch.strided:
-        return mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
-    return mask
-
-
 def check_lengths(lengths: Tensor | None, logits: Tensor) -> Tensor | None:
     """The lengths broadcast to the logits' leading shape, without a copy."""
     if lengths is None:
@@ -244,19 +228,8 @@ def check_lengths(lengths: Tensor | None, logits: Tensor) -> Tensor | None:
     if lengths.dtype not in _LENGTHS:
         raise TypeError(f"`lengths` must be int32 or int64, got {lengths.dtype}; use .long()")
     _check_is_one_a_row("lengths", lengths, logits)
-    check_row_lengths(lengths, logits.shape[-1])
+    check_row_values("lengths", lengths, (0, logits.shape[-1]))
     return lengths.expand(logits.shape[:-1])
-
-
-def check_row_lengths(lengths: Tensor, vocab_size: int) -> None:
-    if not is_readable(lengths):
-        return
-    wrong = number_outside(lengths, 0, vocab_size)
-    if wrong is not None:
-        raise ValueError(
-            f"`lengths` must satisfy 0 <= length <= {vocab_size} (the vocabulary size) in every row, got {wrong}; "
-            f"use .clamp(0, {vocab_size})"
-        )
 
 
 def _check_is_one_a_row(name: str, tensor: Tensor, logits: Tensor) -> None:

@@ -4,7 +4,7 @@
 import torch
 
 from choices import FULL_ROW_VARIANTS
-from fused_topk.layout import attention_launch, full_row_launch, launch, router_launch, topk_launch
+from fused_topk.layout import attention_launch, full_row_choice, launch, router_launch, topk_launch
 from fused_topk.layout.full_row_choice import FullRowChoice
 from fused_topk.layout.launch import FORMATS
 from fused_topk.layout.topk_choice import VARIANTS, KernelChoice, Method, choose
@@ -40,7 +40,7 @@ def methods(choice: KernelChoice, itemsize: int, is_unmasked: bool) -> list[Meth
 
 def of_full_rows() -> list[str]:
     return [
-        full_row_launch.kernel_name(FullRowChoice(kernel, 0, vectors), dtype, out_dtype, is_aligned)
+        full_row_choice.kernel_name(FullRowChoice(kernel, 0, vectors), dtype, out_dtype, is_aligned)
         for dtype in FORMATS
         for out_dtype in dict.fromkeys((dtype, torch.float32))
         for kernel, vectors in FULL_ROW_VARIANTS
@@ -64,12 +64,12 @@ def small() -> list[str]:
         name
         for dtype in FORMATS
         for name in (
-            *(launch.merge_kernel(dtype, warps) for warps in launch.MERGE_WARPS),
-            *(launch.piece_kernel(dtype, counts_ranks) for counts_ranks in (False, True)),
-            launch.gradient_kernel(dtype),
+            *(launch.kernel(launch.MERGE, dtype, warps) for warps in launch.MERGE_WARPS),
+            *(launch.kernel("pieces::accumulate_piece", dtype, counts_ranks) for counts_ranks in (False, True)),
+            launch.kernel("gradients::logit_gradient", dtype),
             *(launch.sample_kernel(dtype, *which) for which in ((True, False), (True, True), (False, False))),
-            launch.rank_kernel(dtype),
-            launch.sums_kernel(dtype),
+            launch.kernel("ranks::target_ranks", dtype),
+            launch.kernel("tokens::token_sums", dtype),
         )
     ]
 

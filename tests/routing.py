@@ -82,7 +82,7 @@ def empty_result(p: RouterProblem, index_dtype: torch.dtype = torch.int64) -> Ro
 def route(backend: Any, p: RouterProblem, index_dtype: torch.dtype = torch.int64, **how: Any) -> RouterTopK:
     """What a backend makes of it."""
     out = empty_result(p, index_dtype)
-    operators.routing.PREPARE[name_of(backend)](p, p.rows.logits.device, **how)(p.rows, p.bias, out)
+    operators.routing.PREPARE[name_of(backend)](p, p.rows.logits.device, **how)(p.rows, out, p.bias)
     return out
 
 

@@ -268,9 +268,9 @@ def test_a_capture_takes_one_set_of_tickets(cuda):
     x = torch.randn(1, 128256, device="cuda")
     index = torch.cuda.current_device()
     fused_topk.log_softmax_topk(x, 5)
-    before = tickets._reserves[index].taken[0]
+    before = len(tickets._reserves[index])
     expected = fused_topk.log_softmax_topk(x, 5)
     graph = Graph(lambda: [fused_topk.log_softmax_topk(x, 5) for _ in range(9)], x.device)
-    assert tickets._reserves[index].taken[0] - before == 1
+    assert before - len(tickets._reserves[index]) == 1
     for _ in range(3):
         assert all(torch.equal(found.values, expected.values) for found in graph.replay())

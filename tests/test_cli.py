@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,25 +15,24 @@ from fused_topk import backends, env
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [([], "COMMAND"), (["bench"], "invalid choice"), (["info", "--clear"], "unrecognized")]
+    ("arguments", "said"), [([], "required"), (["bench"], "invalid choice"), (["info", "--clear"], "unrecognized")]
 )
 def test_wrong_words_are_refused(arguments, said):
     done = invoke(*arguments)
     assert done.exit_code == 2 and said in done.output
 
 
-@pytest.mark.parametrize("command", ["info", "cache"])
-def test_help_says_what_a_command_does(command):
-    done = invoke(command, "--help")
-    assert done.exit_code == 0 and "kernels" in done.output and "--" in done.output
+def test_help_says_what_the_command_does():
+    done = invoke("--help")
+    assert done.exit_code == 0 and "kernels" in done.output
 
 
 def test_info_names_every_part():
     result = invoke("info")
     assert result.exit_code == 0, result.output
-    named = [f"backend {name}" for name in backends.available()]
-    for part in ["fused_topk", "torch", "numpy", "CPU", "compiled kernels", *named]:
-        assert part in result.output
+    for part in ["fused_topk", "torch", "numpy", "cpu", "compiled kernels", *backends.available()]:
+        assert f"{part} " in result.output or f"{part}\n" in result.output
+    assert fused_topk.__version__ in result.output and str(torch.__version__) in result.output
 
 
 def test_info_shows_causes_in_full(monkeypatch):
@@ -42,18 +41,9 @@ def test_info_shows_causes_in_full(monkeypatch):
     assert cause in invoke("info").output
 
 
-def test_info_json(monkeypatch, tmp_path):
+def test_info_says_where_kernels_are_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSED_TOPK_CACHE_DIR", str(tmp_path))
-    (tmp_path / f"{'a' * 64}.cubin").write_bytes(bytes(1000))
-    (tmp_path / "thesis.tex").write_bytes(bytes(1000))
-    result = invoke("info", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
-    assert found["versions"]["fused_topk"] == fused_topk.__version__
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["cpu"]["threads"] == torch.get_num_threads()
-    assert found["backends"] == backends.available()
-    assert found["kernel_cache"] == {"path": str(tmp_path), "files": 1, "bytes": 1000, "problem": None}
+    assert re.search(rf"^  folder +{re.escape(str(tmp_path))}\n  kept +yes$", invoke("info").output, re.MULTILINE)
 
 
 def test_info_survives_a_broken_driver_and_a_missing_cache(monkeypatch, tmp_path):
@@ -63,10 +53,9 @@ def test_info_survives_a_broken_driver_and_a_missing_cache(monkeypatch, tmp_path
     monkeypatch.setattr(torch.cuda, "is_available", broken)
     monkeypatch.setattr(backends, "available", lambda: {"reference": None})
     monkeypatch.setenv("FUSED_TOPK_CACHE_DIR", str(tmp_path / "nowhere"))
-    for arguments in (["info"], ["info", "--json"]):
-        result = invoke(*arguments)
-        assert result.exit_code == 0, result.output
-        assert "RuntimeError: CUDA driver initialization failed" in result.output
+    result = invoke("info")
+    assert result.exit_code == 0, result.output
+    assert "RuntimeError: CUDA driver initialization failed" in result.output
 
 
 def test_kernel_cache_dir_follows_the_environment(monkeypatch, tmp_path):

@@ -74,13 +74,20 @@ def test_without_a_group():
         fused_topk.distributed.topk(torch.zeros(2, 5), 2)
 
 
+def described_by(function) -> str:
+    """Its docstring, and those that it says have the other arguments."""
+    text = function.__doc__
+    for elsewhere in re.findall(r"rguments, .* are those of (:func:.*)$", text, flags=re.MULTILINE):
+        for package, other in re.findall(r":func:`(fused_topk\.)?(\w+)`", elsewhere):
+            text += described_by(getattr(fused_topk if package else fused_topk.distributed, other))
+    return text
+
+
 def test_public_functions_have_complete_docstrings():
     """Each parameter is described there, or where the docstring says that it is."""
     for name in fused_topk.distributed.__all__:
         function = getattr(fused_topk.distributed, name)
-        described = function.__doc__
-        for other in re.findall(r"rguments, .* are those of :func:`(\w+)`", described):
-            described += getattr(fused_topk.distributed, other).__doc__
+        described = described_by(function)
         for parameter in parameters(f"distributed.{name}"):
             assert f"        {parameter}: " in described, f"{name}: {parameter}"
 

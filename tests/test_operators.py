@@ -7,20 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-import fused_topk
 from fused_topk import TopK
-from fused_topk.rows import LogitRows
 from oracle import assert_same, assert_topk, expected
 from rows import random_logits, random_mask
 
 ENTRIES = ("softmax_topk", "log_softmax_topk", "topk")
-
-
-def test_row_topk_out_opcheck(backend):
-    logits = random_logits(3, 40, device=backend.device)
-    out = fused_topk.softmax_topk(logits, 4)
-    arguments = *LogitRows(logits), 4, "softmax", "allowed", backend.name, *(x.clone() for x in out)
-    torch.library.opcheck(torch.ops.fused_topk.row_topk_out.default, arguments)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

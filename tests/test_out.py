@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fused_topk import TopK, TopKLogits
 from fused_topk.functional import out as out_check
-from fused_topk.functional import row_topk
 from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import adversarial_rows, random_logits
 
@@ -168,7 +167,7 @@ def test_row_topk_plain_out_takes_the_short_way(cpu, monkeypatch, dtype):
     copied = []
     copy_ = Tensor.copy_
     monkeypatch.setattr(Tensor, "copy_", lambda given, *args: copied.append(given) or copy_(given, *args))
-    monkeypatch.setattr(row_topk, "check_out", None)
+    monkeypatch.setattr(out_check, "check_out", None)
     logits = random_logits(5, 64)
     out = TopK(torch.empty(5, 8), torch.empty(5, 8, dtype=dtype), torch.empty(5))
     cpu("softmax_topk", logits, 8, out=out)

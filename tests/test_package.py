@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import fused_topk
 from contract import parameters
@@ -51,15 +52,14 @@ def test_without_optional_packages():
         import torch, fused_topk
         from fused_topk import backends
         print(fused_topk.softmax_topk(torch.tensor([1.0, 3.0, 2.0]), 2).indices.tolist())
-        for command in ("info", "cache"):
-            sys.argv[1:] = [command]
-            with contextlib.suppress(SystemExit):
-                runpy.run_module("fused_topk", run_name="__main__")
+        sys.argv[1:] = ["info"]
+        with contextlib.suppress(SystemExit):
+            runpy.run_module("fused_topk", run_name="__main__")
         torch.cuda.is_available = lambda: True
         print("cause:", backends.available()["cuda"])
     """
     best, *shown, cause = run_python(inspect.cleandoc(code)).strip().splitlines()
-    assert best == "[1, 2]" and all(any(line.startswith(x) for line in shown) for x in ("backend cpu", "kernels"))
+    assert best == "[1, 2]" and any(line.startswith("  cpu  ") for line in shown)
     assert re.search(r"cause: CuPy.*cupy-cuda1[23]x\[ctk\]", cause)
 
 
@@ -81,13 +81,15 @@ def test_all_is_sorted_and_exists():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstring_names_the_parameters(name):
-    """The Args section lists the parameters in their order, but those that the docstring says are described elsewhere."""
+    """The Args section lists the parameters in their order, but those that the docstring says are described elsewhere. Likewise
+    results and errors."""
     function = getattr(fused_topk, name)
     docstring = inspect.getdoc(function)
     assert docstring and docstring.splitlines()[0].endswith((".", ":"))
     sections = re.split(r"^(\w+):$", docstring, flags=re.MULTILINE)
     sections = dict(zip(sections[1::2], sections[2::2], strict=True))
-    assert {"Returns", "Raises"} <= set(sections)
+    assert "Returns" in sections or re.search(r"\bresult, .* are those of", docstring)
+    assert "Raises" in sections or re.search(r"\berrors\b.* are those of", docstring)
     documented = described_in(sections.get("Args", ""))
     assert documented == [x for x in parameters(name) if x in documented]
     assert set(parameters(name)) <= described_at(name)
@@ -100,7 +102,7 @@ def described_in(arguments: str) -> list[str]:
 def described_at(name: str) -> set[str]:
     """The parameters that a function describes, or says where they are described."""
     docstring = inspect.getdoc(getattr(fused_topk, name))
-    elsewhere = re.findall(r"arguments are those of (.*)\.$", docstring, flags=re.MULTILINE)
+    elsewhere = re.findall(r"rguments\b.* are those of (:func:`\w+`.*)\.(?: .*)?$", docstring, flags=re.MULTILINE)
     return set(described_in(docstring)).union(*map(described_at, re.findall(r":func:`(\w+)`", " ".join(elsewhere))))
 
 
@@ -109,7 +111,7 @@ def described_at(name: str) -> set[str]:
 )
 def test_docstring_examples(module):
     module = importlib.import_module(module)
-    result = doctest.testmod(module)
+    result = doctest.testmod(module, extraglobs={"torch": torch})
     assert result.attempted > 0 and result.failed == 0
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 import fused_topk
 from exact_draws import BROAD, NEAR, SETTINGS, broad_rows, kept_weights, rows_of
 from fused_topk.functional import sampling
+from fused_topk.operators.sampling import draw
 from fused_topk.operators.sampling import plan_of as plan_of_sample
 from fused_topk.problem import SampleProblem
 from fused_topk.rows import LogitRows
@@ -286,7 +287,7 @@ def test_the_plan_of_a_checked_request(backend):
         plan = plan_of_sample(problem, backend.name)
         plans.add(id(plan))
         expected = backend("sample", logits, noise=noise, top_k=50, top_p=0.9)
-        assert torch.equal(plan.run(problem).tokens, expected.tokens)
+        assert torch.equal(draw(problem, plan).tokens, expected.tokens)
     assert len(plans) == 1
 
 
@@ -296,8 +297,8 @@ def test_the_plan_of_a_checked_request(backend):
         ({"seed": 1}, ValueError, "`seed` must be None where `noise` is given"),
         ({"seed": torch.ones(2, dtype=torch.int64)}, ValueError, "`seed` must be None where `noise` is given"),
         ({"generator": torch.Generator()}, ValueError, "`generator` must be None where `noise` is given"),
-        ({"counter": 1}, ValueError, "`counter` must be left out where `noise` is given"),
-        ({"num_samples": 2}, ValueError, "`num_samples` must be 1 where `noise` is given, got 2; make a call for each"),
+        ({"counter": 1}, ValueError, "`counter` must be 0 where `noise` is given, got 1"),
+        ({"num_samples": 2}, ValueError, "`num_samples` must be 1 where `noise` is given, got 2; leave it out"),
         ({"noise": torch.ones(10)}, ValueError, r"`noise` must have the shape of `logits`, \(2, 10\), got \(10,\)"),
         ({"noise": torch.ones(2, 10).double()}, TypeError, "`noise` must be float32, got torch.float64; use .float"),
     ],

@@ -51,7 +51,7 @@ def as_on_a_gpu(index: int) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(family.PREPARE, {"cuda": of_cpu_tensors(family.prepare_cuda)}))
         for module, replaced in (
             (backends, {"pick": lambda *_: "cuda"}),
-            (row_topk, {"few_like": lambda result: None}),
+            (results, {"few_like": lambda result: None}),
             (cuda, {"multiprocessors": about(132), "cache_bytes": about(50 << 20)}),
             (driver, {"max_shared_bytes_per_block": about(227 << 10), "architecture_of": about(90)}),
             (torch.Tensor, {"get_device": lambda tensor: index}),
@@ -145,7 +145,6 @@ def test_launches_for_a_gpu_that_is_not_current(name):
         as_on_a_gpu(1),
         # Nothing is computed, but what is read of a result must be in range.
         mock.patch.object(results, "empty", torch.zeros),
-        mock.patch.object(of_draws, "empty", torch.zeros),
         mock.patch.multiple(driver, **of_driver),
         mock.patch.object(torch.cuda, "device", device),
         mock.patch.object(tickets, "zeroed", zeroed),

@@ -28,7 +28,7 @@ def run(p: RouterProblem, index_dtype: torch.dtype = torch.int64, **how) -> tupl
     arrays = [*(Array(name, x, "input") for name, x in inputs.items())]
     arrays += [Array(name, x, "output") for name, x in out._asdict().items()]
     with emulated(arrays, **how) as outcomes:
-        operators.routing.prepare_cuda(p, CPU)(p.rows, p.bias, out)
+        operators.routing.prepare_cuda(p, CPU)(p.rows, out, p.bias)
     return out, outcomes[-1]
 
 
@@ -55,7 +55,7 @@ def test_bits_are_those_of_the_reference(dtype, longest, scoring):
     for turn, experts in enumerate([longest] * 5 + [longest - 3, longest * 5 // 8, longest // 2 + 1] * 3):
         p = random_problem(turn + longest, experts=experts, dtype=DTYPES[dtype], scoring=scoring)
         with recorded() as names:
-            operators.routing.prepare_cuda(p, CPU)(p.rows, p.bias, empty_result(p))
+            operators.routing.prepare_cuda(p, CPU)(p.rows, empty_result(p), p.bias)
         assert names == [name]
         check(p, schedule=SCHEDULES[turn % 5], seed=turn, index_dtype=(torch.int64, torch.int32)[turn % 2])
 

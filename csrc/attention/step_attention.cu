@@ -194,7 +194,7 @@ struct Stage {
   __device__ __forceinline__ static void copy_rows(ROW* rows, Text::Key key, const typename FORMAT::Bits* from,
                                                    i64 stride) {
     constexpr u32 kVectors = NUMBERS / 8;
-#pragma unroll
+#pragma unroll 4
     for (u32 n = 0; n < kVectors * kKeys / kWarpSize; ++n) {
       const u32 row = (n * kWarpSize + lane_id()) / kVectors, dim = (n * kWarpSize + lane_id()) % kVectors * 8;
       const u32 place = __shfl_sync(kAllLanes, key.place, row);

@@ -63,9 +63,20 @@ def workspace(index: int, device: torch.device, words: int, counters: int) -> tu
     return scratch, scratch.data_ptr(), tickets.zeroed(index, counters)
 
 
-def shared_bytes(device: int, kernel: str, wanted: int) -> int:
-    """The dynamic shared memory of a launch. On a GPU that has less than what is wanted, the kernel needs less."""
-    return wanted if wanted <= _SHARED_BYTES_UNASKED else driver.affordable_shared_bytes(device, kernel, wanted)
+def launch(
+    device: int,
+    kernel: str,
+    grid: tuple[int, ...],
+    threads: int,
+    *structs: bytes | bytearray,
+    shared_bytes: int = 0,
+    is_cooperative: bool = False,
+) -> None:
+    """Launches a kernel on its arguments. On a GPU that has less shared memory than what is wanted, the kernel needs less."""
+    function = driver.function(device, kernel)
+    if shared_bytes > _SHARED_BYTES_UNASKED:
+        shared_bytes = driver.affordable_shared_bytes(device, kernel, shared_bytes)
+    driver.call(function, grid, threads, tuple(map(driver.argument, structs)), device, shared_bytes, is_cooperative)
 
 
 def has_adjacent(logits: Tensor) -> bool:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda_runtime import driver
 from ..layout import launch
 from ..layout.kernel_arguments import LogitGradients, Piece, address, rows_writer, with_rows
 from ..problem import LogitGradientProblem, TopK
 from ..rows import LogitRows
+from . import cuda
 
 _write_rows_of_piece, _write_rows_of_gradient = rows_writer(Piece), rows_writer(LogitGradients)
 
@@ -52,14 +52,10 @@ def accumulate_piece(
         first_token=first_token,
         is_first=first_token == 0,
     )
-    driver.call(
-        driver.function(device, launch.piece_kernel(logits.dtype, ranks is not None)),
-        (launch.piece_blocks(count),),
-        launch.PIECE_THREADS,
-        (driver.argument(with_rows(filled, _write_rows_of_piece, rows)),),
-        device,
-        launch.piece_shared_bytes(logits.dtype),
-    )
+    kernel = launch.kernel("pieces::accumulate_piece", logits.dtype, ranks is not None)
+    shared_bytes = launch.piece_shared_bytes(logits.dtype)
+    written = with_rows(filled, _write_rows_of_piece, rows)
+    cuda.launch(device, kernel, (launch.piece_blocks(count),), launch.PIECE_THREADS, written, shared_bytes=shared_bytes)
 
 
 def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int, sums_all: bool = False) -> None:
@@ -84,7 +80,6 @@ def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int, 
         mask_kind=mask is not None and mask.dtype != torch.bool,
         sums_all=sums_all,
     )
-    function = driver.function(index, launch.gradient_kernel(logits.dtype))
     grid = launch.gradient_grid(count, tokens, logits.element_size())
-    argument = driver.argument(with_rows(filled, _write_rows_of_gradient, rows))
-    driver.call(function, grid, launch.GRADIENT_THREADS, (argument,), index)
+    written = with_rows(filled, _write_rows_of_gradient, rows)
+    cuda.launch(index, launch.kernel("gradients::logit_gradient", logits.dtype), grid, launch.GRADIENT_THREADS, written)

@@ -102,15 +102,6 @@ def kept() -> list[KeptFile]:
     return sorted(_files(folder, _FINISHED), key=lambda file: -file.last_use) if folder else []
 
 
-def clear() -> int:
-    """Removes all kernels, and says how many there were. An OSError where one cannot be removed."""
-    folder = env.kernel_cache_dir()
-    finished = kept()
-    for file in (*finished, *(_files(folder, _UNFINISHED) if folder else [])):
-        file.path.unlink(missing_ok=True)
-    return len(finished)
-
-
 def _header(key: str, compiled: bytes) -> bytes:
     # With the key in it, a file under the name of another kernel counts as damaged.
     digest = hashlib.sha256(key.encode() + compiled).digest()

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +27,8 @@ raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 _lock = threading.Lock()
 
 
-class _TicketReserve(NamedTuple):
-    """Zeroed counters for captured graphs, and how many are taken. Graphs may replay at any time, so no counter is reused."""
-
-    tickets: Tensor
-    taken: list[int]
-
-
-_reserves: dict[int, _TicketReserve] = {}
+# Zeroed counters for captured graphs, by device: those that are left. Graphs may replay at any time, so no counter is reused.
+_reserves: dict[int, Tensor] = {}
 _stream_tickets: dict[tuple[int, int], Tensor] = {}
 # The counters of streams that have asked for none so far, by device. One allocation serves many streams: torch allocates 2 MiB at least.
 _spare_tickets: dict[int, list[Tensor]] = {}
@@ -58,7 +51,7 @@ def prepare(device: int) -> None:
         tickets = torch.zeros(_RESERVED_TICKETS, dtype=torch.int32, device=f"cuda:{device}")
         # This waits, once for each device: a graph may be replayed on another stream than this one.
         torch.cuda.current_stream(device).synchronize()
-        _reserves[device] = _TicketReserve(tickets, [0])
+        _reserves[device] = tickets
 
 
 @contextmanager
@@ -99,9 +92,8 @@ def _of_captured(device: int, count: int) -> int:
         return address
     with _lock:
         reserve = _reserves.get(device)
-        if reserve is not None and reserve.taken[0] + count <= _RESERVED_TICKETS:
-            address = reserve.tickets.data_ptr() + 4 * reserve.taken[0]
-            reserve.taken[0] += count
+        if reserve is not None and len(reserve) >= count:
+            address, _reserves[device] = reserve.data_ptr(), reserve[count:]
             if sets is not None:
                 sets[key] = address, count
             return address

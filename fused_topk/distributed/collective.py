@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import env
 from ..tracing import is_traced
-from .packing import Header, describe_difference, headers_of
+from .packing import Header, headers_of
 
 # Its name since torch 2.13.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -63,8 +63,8 @@ def agree(header: Header, device: torch.device, group: Any) -> None:
 
 def check(headers: list[Header]) -> None:
     """Raises a ValueError where the processes' calls differ."""
-    difference = describe_difference(headers)
-    if difference is not None:
+    if any(header[1:] != headers[0][1:] for header in headers):
+        difference = "; ".join(f"rank {rank} has {header}" for rank, header in enumerate(headers))
         raise ValueError(
             f"`local_logits`, `k` and `normalize` must fit together on all processes of the group, got: {difference}; pass the "
             "same arguments everywhere, but for this process's columns and their mask"

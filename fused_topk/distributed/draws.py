@@ -187,7 +187,7 @@ class Exchanged:
         _, top_k, top_p, min_p = parameters
         t = self._blocks.temperature
         weights = _relative(ranked, self._m, t)
-        # The same rules as for whole rows in reference_sampling.py.
+        # The same rules as for whole rows in operators/sampling.py.
         has_k = (top_k > 0) & (top_k < (self.vocab_size or top_k + 1))
         last = (top_k.where(has_k, listed) - 1).clamp(max=listed - 1)
         is_kept = is_in_k = (ranked >= ranked.gather(1, last)) | ~has_k

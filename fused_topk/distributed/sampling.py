@@ -13,17 +13,18 @@ Where the list turns out too short, as it may for top_p alone, the logits are ga
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..arguments import check_backend, check_flags, check_k, check_list, check_logits
-from ..backends.reference_sampling import column
 from ..functional import sampling as of_rows
 from ..gone import refuse
 from ..layout.topk_choice import MAX_K
 from ..operators import merging
+from ..operators.sampling import column
 from ..problem import Sample, TopK
 from ..row_arguments import check_rows
 from ..rows import LogitRows
@@ -58,33 +59,14 @@ def sample(
 ) -> Sample:
     """Tokens drawn from the whole vocabulary, the same on every process of the group.
 
-    What :func:`fused_topk.sample` draws from the columns of all processes in the order of their ranks. Every process of the group
-    must make the call, with the same arguments but for `local_logits` and `mask`.
+    What :func:`fused_topk.sample` draws from the columns of all processes in the order of their ranks, and returns for the whole
+    vocabulary. Every process of the group must make the call, with the same arguments but for its columns, their mask and lengths.
+
+    The other arguments, and the errors, are those of :func:`softmax_topk` and of :func:`fused_topk.sample`.
 
     Args:
-        local_logits: shape (..., V_local), this process's columns, as for :func:`softmax_topk`.
-        temperature: this and all following arguments are those of :func:`fused_topk.sample`.
-        mask: the tokens of this process's columns that may be drawn.
-        lengths: how many of this process's first columns there are, one number a row.
-        top_k: how many of the best tokens may be drawn; 0 or -1 for all.
-        top_p: the share of the probability that may be drawn.
-        min_p: the least probability, relative to the best token's.
-        seed: names the random numbers, the same on all processes.
-        counter: the same on all processes.
         generator: names the random numbers where there is no `seed`. The first process's are taken; the others advance theirs,
             too.
-        num_samples: independent draws from each row.
-        topk: how many of the row's best tokens to return as well.
-        logprobs: "model", or "kept" for log-probabilities of the distribution that was drawn from.
-        kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
-        backend: None, "cuda", "cpu" or "reference": what reads the columns.
-        group: the process group; None: all processes.
-
-    Returns:
-        Sample, as :func:`fused_topk.sample` returns it for the whole vocabulary.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`fused_topk.sample` and :func:`softmax_topk`.
 
     Contract:
         The tokens are those of the unsharded call, unless a draw's uniform number is within 2^-19 of a border between two
@@ -106,14 +88,20 @@ def sample(
     *lead, length_here = local_logits.shape
     rows = local_logits.shape[:-1].numel()
     check_flags(kept=kept)
-    parameters = _checked(local_logits, temperature, top_k, top_p, min_p)
+    numbers_of = of_rows.check_numbers(local_logits, torch.float64, temperature, top_k, top_p, min_p)
+    parameters = Parameters(
+        *_columns(numbers_of, (torch.float64, torch.int64, torch.float64, torch.float64), local_logits)
+    )
     hidden = check_rows(local_logits, 1.0, mask, lengths, may_be_empty=True).uncounted()
     # With a seed the names are the same on all processes. Without one, those of the first process are taken.
     names = of_rows.names_of(seed, counter, generator, local_logits)
     logits = local_logits.detach().reshape(rows, length_here)
     allowed = None if hidden is None else ~hidden.reshape(rows, length_here)
     columns = Columns(LogitRows(logits, mask=allowed), group, backend)
-    own_names = _as_names(names, logits)
+    (_, row_seed), _ = names
+    # A row with a seed of its own draws the same wherever it stands.
+    stream = torch.arange(rows, device=logits.device) if row_seed is None else torch.zeros_like(row_seed)
+    own_names = Names(*_columns((*names, (0, stream)), (torch.int64,) * 3, logits))
     is_whole_row = (_is_number(top_k, 0) or _is_number(top_k, -1)) and _is_number(top_p, 1) and _is_number(min_p, 0)
     length = 1 if is_whole_row else _length(top_k)
     numbers = [None if isinstance(x, Tensor) else float(x) for x in (temperature, top_k, top_p, min_p)]
@@ -151,22 +139,12 @@ def _length(top_k: Any) -> int | None:
     return length if length <= MAX_K else None
 
 
-def _checked(logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Parameters:
-    of_all = of_rows.check_numbers(logits, torch.float64, temperature, top_k, top_p, min_p)
-    rows = logits.shape[:-1].numel()
-    dtypes = (torch.float64, torch.int64, torch.float64, torch.float64)
-    columns = (column(*each, dtype, logits.device) for each, dtype in zip(of_all, dtypes, strict=True))
-    return Parameters(*(x.expand(rows, 1) for x in columns))
-
-
-def _as_names(names: tuple[tuple[Any, Tensor | None], tuple[Any, Tensor | None]], logits: Tensor) -> Names:
-    (seed, row_seed), (counter, row_counter) = names
-    device = logits.device
-    # A row with a seed of its own draws the same wherever it stands.
-    stream = torch.arange(len(logits), device=device) if row_seed is None else torch.zeros_like(row_seed)
-    of_all = ((seed, row_seed), (counter, row_counter), (0, stream))
-    columns = (column(number, of_row, torch.int64, device) for number, of_row in of_all)
-    return Names(*(x.expand(len(logits), 1) for x in columns))
+def _columns(
+    numbers: Iterable[tuple[Any, Tensor | None]], dtypes: Iterable[torch.dtype], of: Tensor
+) -> Iterator[Tensor]:
+    """A number for each row of `of`, (rows, 1), of each of the parameters."""
+    rows = of.shape[:-1].numel()
+    return (column(*each, dtype, of.device).expand(rows, 1) for each, dtype in zip(numbers, dtypes))
 
 
 def _gathered(

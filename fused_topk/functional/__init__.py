@@ -3,13 +3,12 @@
 must see the call.
 """
 
-from .beam_topk import beam_topk
 from .full_rows import log_softmax, logsumexp, softmax
 from .linear import linear_log_softmax_topk, linear_softmax_topk, linear_token_logprobs, linear_topk
 from .linear_sampling import linear_sample
 from .merging import merge_states, merge_topk, topk_state
 from .routing import router_topk
-from .row_topk import log_softmax_topk, softmax_topk, topk
+from .row_topk import beam_topk, log_softmax_topk, softmax_topk, topk
 from .sampling import sample
 from .tokens import token_logprobs
 from .warming import warm_up

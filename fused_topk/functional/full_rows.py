@@ -31,23 +31,15 @@ def softmax(
 
     Online normalizer: Milakov & Gimelshein 2018, Algorithm 3 (https://arxiv.org/abs/1805.02867).
 
-    The other arguments are those of :func:`softmax_topk`.
+    The other arguments, and the errors, are those of :func:`softmax_topk`.
 
     Args:
-        logits: shape (..., V), float32, float16, bfloat16 or float64, any strides, any device. Rows with adjacent
-            elements are read in place, others are copied first.
         dim: the dimension that sums to 1.
-        mask: the tokens that count, as for :func:`softmax_topk`: bool or packed int32. The others have the probability 0, in one
-            more pass over the logits.
+        mask: the tokens that count. The others have the probability 0, in one more pass over the logits.
         dtype: the dtype of the result: None for the dtype of `logits`, or torch.float32.
 
     Returns:
         A tensor of the shape of `logits`.
-
-    Raises:
-        TypeError: an argument of the wrong kind or dtype.
-        ValueError: a value, shape or device that breaks a rule above.
-        RuntimeError: the requested backend does not work here, or a kernel does not compile.
 
     Contract:
         Sums are float32 or more precise for every dtype. The result is rounded once, to its dtype. A row with a NaN or
@@ -66,18 +58,12 @@ def log_softmax(
     dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The log-probabilities `log_softmax(logits / temperature)` of full rows. The contract is that of :func:`softmax`.
+    """The log-probabilities `log_softmax(logits / temperature)` of full rows.
 
     >>> log_softmax(torch.tensor([0.0, 0.0]))
     tensor([-0.6931, -0.6931])
 
-    The arguments are those of :func:`softmax`.
-
-    Returns:
-        A tensor of the shape of `logits`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax`.
+    Arguments, result, errors and contract are those of :func:`softmax`.
     """
     return _values("log_softmax", logits, dim, temperature, mask, lengths, dtype, backend)
 
@@ -96,14 +82,11 @@ def logsumexp(
     >>> logsumexp(torch.tensor([0.0, 0.0]))
     tensor(0.6931)
 
-    The arguments are those of :func:`softmax`.
+    Arguments and errors are those of :func:`softmax`.
 
     Returns:
         float32 of the shape of `logits` without `dim` (float64 for float64 logits). A row with NaN gives NaN, another
         with +inf gives +inf, and a row of only -inf gives -inf.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
     return _values("logsumexp", logits, dim, temperature, mask, lengths, None, backend)
 
@@ -127,7 +110,7 @@ def _values(
         rows = plain_rows(logits, temperature, lengths=lengths, dim=dim)
         if rows is not None:
             check_backend(backend)
-            result = plan(logits.device, rows.layout(), values, dtype, backend).run(rows)
+            result = plan(logits.device, rows.layout(), values, dtype, backend)(rows)
             return result if dim == -1 or values == "logsumexp" else result.movedim(-1, dim)
     check_backend(backend)
     if is_distributed(logits):

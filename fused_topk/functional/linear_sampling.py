@@ -40,22 +40,15 @@ def linear_sample(
     >>> linear_sample(torch.tensor([[2.0, 3.0]]), torch.eye(2), temperature=0).tokens
     tensor([[1]])
 
-    It draws what `sample(torch.nn.functional.linear(hidden, weight, bias))` draws. :func:`sample` describes all arguments from
-    `temperature` on, for logits of shape (..., V).
+    It draws what `sample(torch.nn.functional.linear(hidden, weight, bias))` draws and returns, without ranks.
 
-    The other arguments are those of :func:`linear_softmax_topk` and, for the logits, of :func:`sample`.
+    The other arguments, and the errors, are those of :func:`linear_softmax_topk` and, for the logits (..., V), of :func:`sample`.
 
     Args:
         backend: None, "cuda", "cpu" or "reference": what draws. The product is always the library's.
 
     Returns:
-        Sample with tokens int64 (..., num_samples), logprobs float32 (..., num_samples), topk, the TopK of the row's
-        `topk` best (None for topk = 0), and kept (None unless asked for). float64 hidden states have float64 logprobs.
-
-    Raises:
-        TypeError: an argument of the wrong kind or dtype.
-        ValueError: a value, shape or device that breaks a rule above.
-        RuntimeError: the requested backend does not work here; or the call is under a transform of torch.func.
+        Sample, as :func:`sample` returns it. float64 hidden states have float64 logprobs.
 
     Contract:
         Logits: those of :func:`linear_softmax_topk`, by the library's product.
@@ -75,7 +68,7 @@ def linear_sample(
     logits = logits_of_head(hidden, weight)
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, topk, logprobs, kept, backend)
-    rows, checked = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, *request)
+    rows, checked = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, request)
     check_no_transform("linear_sample")
     of_seed, of_counter = sampling.names_of(seed, counter, generator, logits)
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()

@@ -22,7 +22,8 @@ from ..arguments import (
 )
 from ..gone import refuse
 from ..operators.dispatch import need_dispatcher
-from ..operators.merging import Plan, merge_parts, plan
+from ..operators.merging import merge_parts, plan
+from ..operators.results import Plan
 from ..operators.row_topk import plan as plan_of_rows
 from ..operators.row_topk import row_topk
 from ..problem import MergeProblem, TopK, TopKState, result_dtype
@@ -52,7 +53,7 @@ def topk_state(
 
     Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4 (https://arxiv.org/abs/1805.02867).
 
-    The other arguments are those of :func:`softmax_topk`.
+    The other arguments, and the errors, are those of :func:`softmax_topk`.
 
     Args:
         logits: shape (..., V_part), the columns `start` ... `start` + V_part - 1 of every row.
@@ -66,9 +67,6 @@ def topk_state(
 
     Returns:
         TopKState with logits and indices of shape (..., min(k, V_part)), m and d of shape (...).
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
 
     Contract:
         The candidates, their order, ties, NaN, waiting and determinism are those of :func:`topk`. The logits are copied
@@ -104,6 +102,8 @@ def merge_states(
     >>> merge_states([topk_state(torch.tensor([1.0, 3.0]), 1), topk_state(torch.tensor([2.0]), 1, start=2)], k=2).indices
     tensor([1, 2])
 
+    The errors are those of :func:`softmax_topk`.
+
     Args:
         parts: one or more states, as :func:`topk_state` and this function return them, of parts without a common token,
             in any order. Their leading shapes, dtypes and devices must agree; their numbers of candidates may differ.
@@ -114,9 +114,6 @@ def merge_states(
 
     Returns:
         TopKState of the union.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
 
     Contract:
         Candidates and their order are exact: the greater logit first, equal ones by smaller index, whatever the order of the
@@ -144,7 +141,7 @@ def merge_topk(
     >>> merge_topk([topk_state(torch.tensor([1.0, 3.0]), 1), topk_state(torch.tensor([2.0]), 1, start=2)], k=2).indices
     tensor([1, 2])
 
-    The other arguments are those of :func:`merge_states`.
+    The other arguments, and the errors, are those of :func:`merge_states`.
 
     Args:
         k: the number of results per row, at most what the parts hold together. A part must hold its own k best, or all of
@@ -155,9 +152,6 @@ def merge_topk(
 
     Returns:
         TopK with values and indices of shape (..., k), and logsumexp (...) of the scaled logits.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
 
     Contract:
         Indices, and the values of kind "logits", are exactly those of the unsharded call, ties included. The rest is the contract of
@@ -218,7 +212,7 @@ def _planned(
     values: str,
     normalize: str,
     backend: str | None,
-) -> tuple[tuple[int, Scale, str, str], Plan]:
+) -> tuple[tuple[int, Scale, str, str], Plan[TopK]]:
     """Checks and plans a call whose parts have these layouts, once for all such calls. Returns the fields k to normalize of
     :class:`MergeProblem`, too."""
     parts = [TopKState(*(each.meta() for each in layout)) for layout in layouts]
@@ -253,12 +247,8 @@ def _check_part(name: str, part: Any, first: TopKState) -> None:
     """Checks a state, and that it fits the state of the first part."""
     if not isinstance(part, TopKState):
         raise TypeError(f"`{name}` must be a TopKState, got {type(part).__name__}; make it with topk_state()")
-    logits, indices, *normalizer = part
+    logits, *others = part
     check_logits(logits, f"{name}.logits")
-    # Not a slice of the part: torch.compile of torch 2.6 cannot trace one of a named tuple.
-    for field, tensor in zip(("indices", "m", "d"), (indices, *normalizer), strict=True):
-        check_tensor(f"{name}.{field}", tensor)
-        check_same_device(f"{name}.{field}", tensor, first[0])
     check_same_device(f"{name}.logits", logits, first[0])
     if logits.dtype is not first[0].dtype:
         raise TypeError(
@@ -270,19 +260,17 @@ def _check_part(name: str, part: Any, first: TopKState) -> None:
             f"`{name}.logits` must have the leading shape {tuple(first[0].shape[:-1])} of the first part, got "
             f"{tuple(logits.shape[:-1])}; the parts must be of the same rows"
         )
-    if indices.dtype is not torch.int64 or indices.shape != logits.shape:
-        raise ValueError(
-            f"`{name}.indices` must be int64 of shape {tuple(logits.shape)}, got {indices.dtype} of shape "
-            f"{tuple(indices.shape)}; take them as topk_state() returns them"
-        )
     if logits.shape[-1] == 0:
         raise ValueError(f"`{name}.logits` must have at least one candidate a row, got none; leave an empty part out")
-    dtype = result_dtype(logits.dtype)
-    for field, tensor in zip(("m", "d"), normalizer, strict=True):
-        if tensor.dtype is not dtype or tensor.shape != logits.shape[:-1]:
+    of_normalizer = logits.shape[:-1], result_dtype(logits.dtype)
+    wanted = (logits.shape, torch.int64), of_normalizer, of_normalizer
+    for field, tensor, (shape, dtype) in zip(("indices", "m", "d"), others, wanted, strict=True):
+        check_tensor(f"{name}.{field}", tensor)
+        check_same_device(f"{name}.{field}", tensor, first[0])
+        if tensor.dtype is not dtype or tensor.shape != shape:
             raise ValueError(
-                f"`{name}.{field}` must be {dtype} of shape {tuple(logits.shape[:-1])}, got {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)}; take it as topk_state() returns it"
+                f"`{name}.{field}` must be {dtype} of shape {tuple(shape)}, got {tensor.dtype} of shape {tuple(tensor.shape)}; "
+                "take it as topk_state() returns it"
             )
 
 

@@ -11,16 +11,74 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_tensor
-from ..problem import TopK
+from ..operators.results import Of, Plan, Result
 from ..rows import LogitRows
 from ..tracing import is_traced
+
+_new = tuple.__new__  # quicker than a named tuple's own, which is written in Python
+# Where a result has a logsumexp and topk() has none.
+_NO_LOGSUMEXP = torch.empty(0, device="cpu")
+
+# Tells autograd that tensors have changed. Where one of them is kept for a gradient, the backward pass then raises.
+have_changed: Callable[[Sequence[Tensor]], None] = torch.autograd.graph.increment_version
+
+
+def may_be_plain(out: Any, types: Sequence[type], length: int) -> bool:
+    """Whether `out` is a tuple of one of these types, with so many tensors that are of no subclass."""
+    return type(out) in types and len(out) == length and all(type(x) is Tensor for x in out)
+
+
+def run_into(planned: Plan[Of], out: Any, rows: LogitRows, *others: Tensor | None) -> Of:
+    """Runs a plan into `out`, which may be plain, once it is checked. Returns it as the result's type.
+
+    others: the other tensors of the call.
+    """
+    kind: Any = planned.result.kind
+    expected = planned.result.fields
+    written: Of = out if type(out) is kind else _new(kind, out if len(out) == len(expected) else (*out, _NO_LOGSUMEXP))
+    is_plain = _is_plain(out, expected, rows, *others)
+    if not is_plain:
+        check_out(out, expected[: len(out)], rows, kind._fields[: len(out)], *others)
+    if is_plain and written[1].dtype is expected[1][1]:
+        planned.start(rows, written, *others)
+    else:
+        planned.run_into(written, rows, *others)
+    have_changed(out)
+    return written
+
+
+def copied_into(
+    out: Any,
+    fields: Sequence[str],
+    result: Result[Of],
+    compute: Callable[[], Of],
+    rows: LogitRows,
+    dim: int,
+    *others: Tensor | None,
+) -> Of:
+    """Checks `out`, computes the result, and copies it there. Returns `out` as the result's type.
+
+    fields: those that `out` is to have. dim: the dimension of the vocabulary, which is last in the rows.
+    """
+    dims = rows.logits.dim()
+    dim %= dims
+    # Other fields have no dimension of what is chosen.
+    expected = [
+        ((*shape[:dim], shape[-1], *shape[dim:-1]) if len(shape) == dims else shape, dtype)
+        for shape, dtype in result.fields
+    ]
+    check_out(out, expected[: len(fields)], rows, fields, *others)
+    written = list(compute())
+    for i, given in enumerate(out):
+        written[i] = given.copy_(written[i])
+    return result.kind(*written)
 
 
 def check_out(
     out: Any,
     expected: Sequence[tuple[Sequence[int], torch.dtype]],
     rows: LogitRows,
-    fields: Sequence[str] = TopK._fields,
+    fields: Sequence[str],
     bias: Tensor | None = None,
 ) -> None:
     """Checks that the tensors of `out` have the `expected` shapes and dtypes, in the order of the fields, and overlap no other
@@ -70,16 +128,7 @@ def check_out(
         places.append((f"out.{name}", tensor, (first, end)))
 
 
-# Tells autograd that tensors have changed. Where one of them is kept for a gradient, the backward pass then raises.
-have_changed: Callable[[Sequence[Tensor]], None] = torch.autograd.graph.increment_version
-
-
-def may_be_plain(out: Any, types: Sequence[type], length: int) -> bool:
-    """Whether `out` is a tuple of one of these types, with so many tensors that are of no subclass."""
-    return type(out) in types and len(out) == length and all(type(x) is Tensor for x in out)
-
-
-def is_plain_out(
+def _is_plain(
     out: Sequence[Tensor],
     expected: Sequence[tuple[Sequence[int], torch.dtype]],
     rows: LogitRows,
@@ -108,12 +157,6 @@ def is_plain_out(
             return False
         end_of_last = end
     return True
-
-
-def with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    """The shape, with another size of one dimension."""
-    dim %= len(shape)
-    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..arguments import check_backend
+from ..arguments import INDEX_DTYPES, check_backend, check_bias, check_router
 from ..gone import refuse
-from ..operators.routing import Result, plan
+from ..operators.routing import plan, result_of
 from ..operators.routing import router_topk as routed
-from ..operators.routing import router_topk_into as routed_into
 from ..problem import RouterTopK, result_dtype
-from ..router_arguments import INDEX_DTYPES, check_bias, check_router
 from ..row_arguments import check_rows, is_plain, plain_rows
 from ..rows import like_given
-from .out import check_out, have_changed, is_plain_out, may_be_plain, with_size
+from .out import copied_into, may_be_plain, run_into
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (RouterTopK, tuple)
@@ -66,7 +64,7 @@ def router_topk(
     ======================================================= =============================================================
 
     Args:
-        logits: shape (..., E), float32, float16, bfloat16 or float64, any strides, any device.
+        logits: shape (..., E), as for :func:`softmax_topk`.
         k: the number of experts per token, 1 <= k <= E.
         mask: the experts that may be chosen, bool or packed int32 as for :func:`softmax_topk`: others count as logits of -inf.
         scoring: "softmax" of the row, "sigmoid", or "sqrtsoftplus", the square root of log(1 + e^x).
@@ -79,17 +77,13 @@ def router_topk(
         index_dtype: torch.int64 or torch.int32, of the experts; written directly. `out` has its own.
         dim: the dimension of the experts.
         out: (weights, experts) to write into instead of new tensors. They may have any strides.
-        backend: None, "cuda", "cpu" or "reference", as for :func:`softmax_topk`. "cuda" and "cpu" take E <= 1024 and k <= 32,
-            and no float64. None runs torch operations beyond that.
+        backend: "cuda" and "cpu" take E <= 1024 and k <= 32, and no float64. None runs torch operations beyond that.
 
     Returns:
         RouterTopK with weights float32 (..., k), and experts (..., k), both with the k along `dim`. float64 logits give float64
         weights.
 
-    Raises:
-        TypeError: an argument of the wrong kind or dtype.
-        ValueError: a value, shape or device that breaks a rule above, or `out` overlapping an input.
-        RuntimeError: the requested backend does not work here, or a kernel does not compile.
+    The errors are those of :func:`softmax_topk`.
 
     Contract:
         Scores, sums and weights are float32 whatever the dtype of the logits. Every operation of a score is rounded by itself,
@@ -129,30 +123,22 @@ def router_topk(
             planned = plan(logits.device, rows.layout(), like_given(bias), asked, index_dtype, backend)
             if out is None:
                 return planned.run(rows, bias)
-            written = RouterTopK(*out)
-            if not is_plain_out(written, planned.result, rows, bias):
-                check_out(written, planned.result, rows, RouterTopK._fields, bias)
-            planned.run_into(written, rows, bias)
-            have_changed(written)
-            return written
+            return run_into(planned, out, rows, bias)
     rows = check_rows(logits, mask=mask, dim=dim)
-    moved = rows.logits is not logits
     bias = check_bias(bias, rows.logits)
     if out is not None:
         index_dtype = _index_dtype_of(out)
     check_router(logits.shape[dim], index_dtype, *(*request, scale))
     check_backend(backend)
-    asked = (*request, float(scale))
+
+    def compute() -> RouterTopK:
+        result = routed(rows, bias, (*request, float(scale)), index_dtype, backend)
+        return result if rows.logits is logits else RouterTopK(*(x.movedim(-1, dim) for x in result))
+
     if out is None:
-        result = routed(rows, bias, asked, index_dtype, backend)
-        return RouterTopK(*(x.movedim(-1, dim) for x in result)) if moved else result
-    expected = [(with_size(logits.shape, dim, k), dtype) for _, dtype in Result.of(rows.logits, k, index_dtype)]
-    check_out(out, expected, rows, RouterTopK._fields, bias)
-    written = RouterTopK(*out)
-    last = RouterTopK(*(x.movedim(dim, -1) for x in written)) if moved else written
-    if not routed_into(rows, bias, asked, backend, last):
-        have_changed(written)
-    return written
+        return compute()
+    result = result_of(rows.logits, k, index_dtype)
+    return copied_into(out, RouterTopK._fields, result, compute, rows, dim, bias)
 
 
 def _index_dtype_of(out: Any) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from .. import backends
 from ..arguments import (
     check_backend,
+    check_beam_scores,
+    check_common_normalize,
     check_k,
     check_normalize,
     check_whole_rows,
@@ -18,16 +19,15 @@ from ..arguments import (
 )
 from ..gone import refuse
 from ..operators.results import row_result
-from ..operators.row_topk import Plan, plan, row_topk, row_topk_into
-from ..problem import TopK, TopKLogits
-from ..row_arguments import check_rows, plain_rows
-from ..rows import LogitRows
-from .out import check_out, have_changed, is_plain_out, may_be_plain, with_size
+from ..operators.row_topk import beam_topk as run_beams
+from ..operators.row_topk import plan, row_topk
+from ..problem import TopK, TopKLogits, result_dtype
+from ..row_arguments import check_rows, is_plain, plain_rows
+from ..rows import like
+from .out import copied_into, may_be_plain, run_into
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, TopKLogits, tuple)
-_new = tuple.__new__  # quicker than a named tuple's own, which is written in Python
-_NO_LOGSUMEXP = torch.empty(0, device="cpu")
 
 
 def softmax_topk(
@@ -109,18 +109,7 @@ def log_softmax_topk(
     >>> log_softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
     tensor([-0.4076, -1.4076])
 
-    The contract is that of :func:`softmax_topk`. A token that is not allowed has the value -inf.
-
-    The other arguments are those of :func:`softmax_topk`.
-
-    Args:
-        normalize: "allowed", "all" (log-probabilities of the whole row, as in beam search) or "topk".
-
-    Returns:
-        TopK with values float32 (..., k), indices int64 (..., k), logsumexp float32 (...).
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+    Arguments, result, errors and contract are those of :func:`softmax_topk`. A token that is not allowed has the value -inf.
     """
     if gone:
         refuse("log_softmax_topk", gone)
@@ -143,23 +132,76 @@ def topk(
     >>> topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
     tensor([3., 2.])
 
-    Like `torch.topk`, but ties are determined: the order and the contract are those of :func:`softmax_topk`.
-
-    The other arguments are those of :func:`softmax_topk`.
+    Like `torch.topk`, but ties are determined. The other arguments, the errors and the contract are those of :func:`softmax_topk`.
 
     Args:
         out: (values, indices) to write into.
 
     Returns:
         TopKLogits with values (..., k), bit-exact copies in the dtype of `logits`, and indices int64 (..., k).
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
     if gone:
         refuse("topk", gone)
     values, indices, _ = _row("logits", logits, k, dim, 1.0, mask, lengths, "allowed", out, backend)
     return TopKLogits(values, indices)
+
+
+def beam_topk(
+    logits: Tensor,
+    beam_scores: Tensor,
+    k: int,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+) -> TopK:
+    """The k best continuations of every sequence, over all of its beams: one step of beam search in one read.
+
+    >>> beam_topk(torch.tensor([[[1.0, 3.0], [2.0, 0.0]]]), torch.zeros(1, 2), k=2).indices
+    tensor([[1, 2]])
+
+    Equals `torch.topk((log_softmax(logits.float(), -1) + beam_scores[..., None]).flatten(1), k)`.
+
+    The other arguments, and the errors, are those of :func:`softmax_topk`.
+
+    Args:
+        logits: shape (batch, beams, V).
+        beam_scores: shape (batch, beams), the accumulated log-probability of each beam.
+        k: the number of results per sequence, 1 <= k <= beams * V.
+        normalize: "allowed" (the mask comes before log_softmax) or "all" (after it, as in transformers' beam search).
+
+    Returns:
+        TopK with values float32 (batch, k), the accumulated log-probabilities; indices int64 (batch, k), each
+        beam * V + token; logsumexp float32 (batch, beams).
+
+    Contract:
+        Order: greater accumulated values first, after rounding to float32; equal values by smaller beam, and within a
+        beam in the order of its logits. So a beam contributes its best tokens even if its score is so low that all of its
+        sums round to the same number. The rest is the contract of :func:`softmax_topk`.
+    """
+    check_common_normalize(normalize, "beam_topk")
+    check_backend(backend)
+    rows = plain_rows(logits, temperature, mask, lengths)
+    if (
+        rows is not None
+        and type(k) is int
+        and logits.dim() == 3
+        and logits.shape[1] > 0
+        and is_plain(beam_scores, logits, result_dtype(logits.dtype), logits.shape[:2])
+    ):
+        planned = plan(logits.device, rows.layout(), k, "log_softmax", normalize, backend, like(beam_scores))
+        return planned.run(rows, beam_scores)
+    if is_distributed(logits):
+        from ..distributed import dtensors
+
+        check_whole_rows("lengths", lengths, "hide the tokens by a mask")
+        return dtensors.beams(logits, beam_scores, k, temperature, mask, normalize, backend)
+    rows = check_rows(logits, temperature, mask, lengths)
+    check_beam_scores(beam_scores, logits)
+    check_k(k, logits.shape[1] * logits.shape[2], "beams times the vocabulary size")
+    return run_beams(rows, beam_scores, k, normalize, backend)
 
 
 def _row(
@@ -186,7 +228,7 @@ def _row(
         if rows is not None:
             planned = plan(logits.device, rows.layout(), k, values, normalize, backend)
             if out is not None:
-                return _written(planned, rows, out)
+                return run_into(planned, out, rows)
             best = planned.run(rows)
             return best if dim == -1 else _with_dim(best, dim)
     check_normalize(normalize)
@@ -198,24 +240,15 @@ def _row(
         check_whole_rows("lengths", lengths, "hide the tokens by a mask")
         return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend, out)
     rows = check_rows(logits, temperature, mask, lengths, dim)
-    moved = rows.logits is not logits
     check_k(k, logits.shape[dim])
-    if out is None:
-        best = row_topk(rows, k, values, normalize, backend)
-        return _with_dim(best, dim) if moved else best
 
-    fields = _fields(values)
-    expected = list(row_result(rows.logits, k, values))[: len(fields)]
-    expected[:2] = [(with_size(logits.shape, dim, k), dtype) for _, dtype in expected[:2]]
-    check_out(out, expected, rows, fields)
-    values_of, indices, *logsumexp = out
-    written = TopK(values_of, indices, *(logsumexp or [logits.new_empty(0)]))
-    last = (
-        TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
-    )
-    if not row_topk_into(rows, k, values, normalize, backend, last):
-        have_changed(written)
-    return written
+    def compute() -> TopK:
+        best = row_topk(rows, k, values, normalize, backend)
+        return best if rows.logits is logits else _with_dim(best, dim)
+
+    if out is None:
+        return compute()
+    return copied_into(out, _fields(values), row_result(rows.logits, k, values), compute, rows, dim)
 
 
 def _with_dim(best: TopK, dim: int) -> TopK:
@@ -226,18 +259,3 @@ def _with_dim(best: TopK, dim: int) -> TopK:
 def _fields(values: str) -> tuple[str, ...]:
     """The fields of `out`."""
     return TopKLogits._fields if values == "logits" else TopK._fields
-
-
-def _written(planned: Plan, rows: LogitRows, out: tuple[Tensor, ...]) -> TopK:
-    """Runs a plan into `out`, once it is checked."""
-    # Of topk() there is no logsumexp.
-    written = out if type(out) is TopK else _new(TopK, out if len(out) == 3 else (*out, _NO_LOGSUMEXP))
-    if not is_plain_out(out, planned.result, rows):
-        check_out(out, planned.result[: len(out)], rows, TopK._fields[: len(out)])
-    elif written.indices.dtype is torch.int64:
-        planned.start(rows, written)
-        have_changed(out)
-        return written
-    planned.run_into(written, rows)
-    have_changed(out)
-    return written

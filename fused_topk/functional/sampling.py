@@ -21,7 +21,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,10 +38,10 @@ from ..arguments import (
 from ..gone import refuse
 from ..operators import sampling
 from ..operators.ranks import target_ranks
+from ..operators.results import Plan
 from ..problem import Sample, SampleProblem, changed
 from ..row_arguments import (
-    GREATEST_TEMPERATURE,
-    LEAST_TEMPERATURE,
+    TEMPERATURES,
     check_layout,
     check_row_numbers,
     check_rows,
@@ -91,7 +90,7 @@ def sample(
     The distribution is that of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and
     MinPLogitsWarper, in this order, each acting on what the one before it left. The vocabulary is the last dimension.
 
-    The other arguments are those of :func:`softmax_topk`.
+    The other arguments, and the errors, are those of :func:`softmax_topk`.
 
     Args:
         temperature: divides the logits; 0 takes the best token. This, top_k, top_p and min_p are one number, or a tensor with one
@@ -126,11 +125,6 @@ def sample(
         `log_softmax_topk(logits, topk, mask=mask, lengths=lengths)` gives (None for topk = 0), kept, the :class:`Kept`
         of each row (None unless asked for), and ranks int64 (..., num_samples) (None unless asked for). float64 logits have
         float64 logprobs.
-
-    Raises:
-        TypeError: an argument of the wrong kind or dtype.
-        ValueError: a value, shape or device that breaks a rule above.
-        RuntimeError: the requested backend does not work here, or a kernel does not compile.
 
     Contract:
         A draw takes one uniform number u, of 52 bits, never 0 and never 1. It is Philox4x32-10 of (seed; counter, sample,
@@ -177,7 +171,7 @@ def sample(
             rows = rows.broadcast().flat()
     else:
         check_logits(logits)
-        rows, of_each = check_parameters(logits, logits.device.type, numbers, mask, lengths, *request)
+        rows, of_each = check_parameters(logits, logits.device.type, numbers, mask, lengths, request)
         check_no_transform("sample")
         rows = rows.with_logits(logits.detach()).flat()
     of_noise = None
@@ -187,9 +181,11 @@ def sample(
         of_noise = _checked_noise(noise, logits, seed, counter, generator, num_samples)
         of_seed = of_counter = _NO_NAME
     problem = problem_of(rows, of_each, of_seed, of_counter, request, of_noise)
-    result = sampling.sample(problem, backend) if plan is None else plan.prepared.run(problem)
+    result = sampling.sample(problem, backend) if plan is None else sampling.draw(problem, plan.prepared)
     if ranks:
-        result = _with_ranks(result, rows, backend)
+        # torch.compile traces no _replace() of a named tuple in torch 2.11, and no slice of one in torch 2.6.
+        tokens, of_tokens, best, of_kept, _ = result
+        result = Sample(tokens, of_tokens, best, of_kept, target_ranks(rows, tokens, True, backend))
     return result if logits.dim() == 2 else shaped(result, logits.shape[:-1])
 
 
@@ -199,14 +195,11 @@ def check_parameters(
     numbers: tuple[Any, ...],
     mask: Tensor | None,
     lengths: Tensor | None,
-    num_samples: Any,
-    topk: Any,
-    logprobs: Any,
-    kept: Any,
-    backend: Any,
+    request: tuple[Any, ...],
 ) -> tuple[LogitRows, _Numbers]:
     """Checks the arguments. Returns the rows, at the temperature 1, and the numbers: temperature, top_k, top_p and min_p. The logits may
-    be a meta tensor, in place of one on a device of that type."""
+    be a meta tensor, in place of one on a device of that type. request: num_samples to backend."""
+    num_samples, topk, logprobs, kept, backend = request
     rows = check_rows(logits, 1.0, mask, lengths)
     checked = check_numbers(logits, _floating(device_type), *numbers)
     check_backend(backend)
@@ -218,23 +211,29 @@ def check_parameters(
 
 
 def check_logprobs(logprobs: Any) -> None:
-    if not isinstance(logprobs, str):
-        raise TypeError(
-            f'`logprobs` must be "model" or "kept", got {type(logprobs).__name__}; topk= gives the best tokens of a row'
-        )
     check_choice("logprobs", logprobs, ("model", "kept"))
 
 
 def check_numbers(
     logits: Tensor, floating: torch.dtype, temperature: Any, top_k: Any, top_p: Any, min_p: Any
 ) -> _Numbers:
-    limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
     return (
-        check_row_numbers("temperature", temperature, logits, floating, limits, or_zero=True),
-        check_row_numbers("top_k", top_k, logits, torch.int64, (-1, _SEEDS[1])),
-        check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
-        check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
+        _numbers("temperature", temperature, logits, floating, TEMPERATURES, or_zero=True),
+        _numbers("top_k", top_k, logits, torch.int64, (-1, _SEEDS[1])),
+        _numbers("top_p", top_p, logits, floating, (0, 1)),
+        _numbers("min_p", min_p, logits, floating, (0, 1)),
     )
+
+
+def _numbers(
+    name: str, value: Any, logits: Tensor, dtype: torch.dtype, limits: tuple[float, float], or_zero: bool = False
+) -> _Of:
+    is_plain = type(value) is int or (type(value) is float and dtype.is_floating_point)
+    if is_plain and (limits[0] <= value <= limits[1] or (or_zero and value == 0)):
+        # The quick way of what most calls have.
+        return float(value) if dtype.is_floating_point else value, None
+    number, of_rows = check_row_numbers(name, value, logits, dtype, limits, or_zero)
+    return number, None if of_rows is None else of_rows.detach().reshape(-1).contiguous()
 
 
 def _floating(device_type: str) -> torch.dtype:
@@ -248,8 +247,9 @@ def problem_of(
     """rows: at the temperature 1. request: checked, num_samples to backend of :func:`check_parameters`."""
     (temperature, row_temperature), top_k, top_p, min_p = numbers
     num_samples, topk, logprobs, kept, _ = request
-    logits, _, _, mask, lengths = rows
-    rows = LogitRows(logits, temperature=temperature, row_temperature=row_temperature, mask=mask, lengths=lengths)
+    if row_temperature is not None or temperature != 1.0:
+        logits, _, _, mask, lengths = rows
+        rows = LogitRows(logits, temperature=temperature, row_temperature=row_temperature, mask=mask, lengths=lengths)
     parameters = (*top_k, *top_p, *min_p, *seed, *counter)
     return SampleProblem(rows, *parameters, num_samples, topk, logprobs == "kept", kept, 0, noise)
 
@@ -258,7 +258,7 @@ class _Plan(NamedTuple):
     """All of a call except its seeds and tensors."""
 
     numbers: _Numbers
-    prepared: sampling.Plan
+    prepared: Plan[Any]
 
 
 # Typed, because top_k=2.0 is an error, though 2.0 == 2.
@@ -276,7 +276,7 @@ def _plan(
     to backend of :func:`check_parameters`."""
     rows = check_layout(layout).flat()
     given = tuple(x.meta() if isinstance(x, Like) else x for x in (temperature, top_k, top_p, min_p))
-    rows, numbers = check_parameters(rows.logits, device.type, given, rows.mask, rows.lengths, *request)
+    rows, numbers = check_parameters(rows.logits, device.type, given, rows.mask, rows.lengths, request)
     return _Plan(numbers, sampling.plan_of(problem_of(rows, numbers, _NO_NAME, _NO_NAME, request), request[-1], device))
 
 
@@ -296,18 +296,16 @@ def _plain_rows(
 
 def _checked_noise(noise: Any, logits: Tensor, seed: Any, counter: Any, generator: Any, num_samples: int) -> Tensor:
     """The noise as :class:`SampleProblem` has it."""
-    given = {"seed": seed, "generator": generator}
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"`{name}` must be None where `noise` is given, got both; leave one out")
-    if not is_zero(counter):
-        raise ValueError(
-            "`counter` must be left out where `noise` is given, got one; draw other noise for another token"
-        )
-    if num_samples != 1:
-        raise ValueError(
-            f"`num_samples` must be 1 where `noise` is given, got {num_samples}; make a call for each, with noise of its own"
-        )
+    for name, value, plain in (
+        ("seed", seed, None),
+        ("generator", generator, None),
+        ("counter", counter, 0),
+        ("num_samples", num_samples, 1),
+    ):
+        if isinstance(value, Tensor) or value != plain:
+            raise ValueError(
+                f"`{name}` must be {plain} where `noise` is given, got {value}; leave it out: each draw needs noise of its own"
+            )
     check_tensor("noise", noise)
     if noise.dtype != torch.float32:
         raise TypeError(f"`noise` must be float32, got {noise.dtype}; use .float()")
@@ -320,18 +318,6 @@ def _checked_noise(noise: Any, logits: Tensor, seed: Any, counter: Any, generato
     return flat.contiguous()
 
 
-def _with_ranks(result: Sample, rows: LogitRows, backend: str | None) -> Sample:
-    """Adds the ranks of the drawn tokens."""
-    # torch.compile traces no _replace() of a named tuple in torch 2.11, and no slice of one in torch 2.6.
-    tokens, logprobs, topk, kept, _ = result
-    return Sample(tokens, logprobs, topk, kept, target_ranks(rows, tokens, True, backend))
-
-
-def is_zero(value: Any) -> bool:
-    """Whether it is the int 0, of Python or of NumPy."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value == 0)
-
-
 def names_of(
     seed: int | Tensor | None, counter: int | Tensor, generator: torch.Generator | None, logits: Tensor
 ) -> tuple[_Of, _Of]:
@@ -339,9 +325,9 @@ def names_of(
     if seed is not None:
         if generator is not None:
             raise ValueError("`generator` must be None where a `seed` is given, got both; leave one out")
-        of_seed = check_row_numbers("seed", seed, logits, torch.int64, _SEEDS)
-        return of_seed, check_row_numbers("counter", counter, logits, torch.int64, _SEEDS)
-    if not is_zero(counter):
+        of_seed = _numbers("seed", seed, logits, torch.int64, _SEEDS)
+        return of_seed, _numbers("counter", counter, logits, torch.int64, _SEEDS)
+    if isinstance(counter, (bool, Tensor)) or counter != 0:
         raise ValueError("`counter` must be left out without a `seed`, got one; a generator counts by itself")
     if generator is not None:
         if not isinstance(generator, torch.Generator):
@@ -353,13 +339,9 @@ def names_of(
                 f"`generator` must be on {logits.device}, the device of `logits`, got {generator.device}; "
                 f"make it with torch.Generator({str(logits.device)!r})"
             )
-    return random_names(logits.shape[:-1].numel(), logits.device, generator)
-
-
-def random_names(rows: int, device: torch.device, generator: torch.Generator | None) -> tuple[_Of, _Of]:
-    """Seeds and counters of that many rows from a generator, or the device's default one, each as (of all, of each). A name has
-    126 random bits, too many for two rows ever to get the same name by chance."""
-    names = torch.randint(0, 2**63 - 1, (2, rows), dtype=torch.int64, device=device, generator=generator)
+    # A name has 126 random bits, too many for two rows ever to get the same name by chance.
+    shape = 2, logits.shape[:-1].numel()
+    names = torch.randint(0, 2**63 - 1, shape, dtype=torch.int64, device=logits.device, generator=generator)
     return (0, names[0]), (0, names[1])
 
 

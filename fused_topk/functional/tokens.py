@@ -51,7 +51,7 @@ def token_logprobs(
 
     For scoring given texts, for training, and to see how the tokens that were drawn fare among the others.
 
-    The other arguments are those of :func:`softmax_topk`.
+    The other arguments, and the errors, are those of :func:`softmax_topk`.
 
     Args:
         tokens: int64. One for each row has the shape (...), n for each row have the shape (..., n). A negative number, such as
@@ -68,9 +68,6 @@ def token_logprobs(
         TokenLogprobs with logprobs float32 of the shape of `tokens`, NaN where there is none, and logsumexp float32 (...) of the
         scaled logits. Where asked for, ranks int64 of the shape of `tokens`, 1 for the best token, 0 where there is none; entropy
         and tail float32 (...); and topk, as :func:`log_softmax_topk` returns it. Others are None. float64 logits give float64.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
 
     Contract:
         A token that is not allowed has -inf. A row without probabilities, such as one with NaN, has NaN.

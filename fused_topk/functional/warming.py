@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .. import backends
 from ..arguments import (
@@ -23,7 +22,7 @@ from ..arguments import (
 )
 from ..cuda_runtime import driver
 from ..gone import refuse
-from ..layout import full_row_launch, launch, router_launch
+from ..layout import full_row_choice, launch, router_launch
 from ..operators import full_rows, row_topk
 from ..problem import TopkProblem
 from ..rows import DTYPES, LogitRows, named
@@ -37,13 +36,6 @@ _TOPK_VALUES = {
 }
 _MERGES = ("merge_states", "merge_topk")
 _FUNCTIONS = (*_TOPK_VALUES, *_MERGES, "softmax", "log_softmax", "logsumexp", "sample", "token_logprobs", "router_topk")
-_OF_LM_HEADS = (
-    "linear_softmax_topk",
-    "linear_log_softmax_topk",
-    "linear_topk",
-    "linear_sample",
-    "linear_token_logprobs",
-)
 
 
 def warm_up(
@@ -92,16 +84,23 @@ def warm_up(
     """
     if gone:
         refuse("warm_up", gone)
-    names = _names(functions)
-    check_normalize(normalize)
-    for name in ("beam_topk", "token_logprobs"):
-        if name in names:
+    names, of_dtypes, ks, of_shapes = _several(functions), _several(dtypes), _several(k), _shapes(shapes)
+    for name in names:
+        if isinstance(name, str) and name.startswith("linear_"):
+            raise ValueError(f"`functions` must not be of LM heads, got {name!r}; make one such call ahead")
+        check_choice("functions", name, _FUNCTIONS)
+        if name in ("beam_topk", "token_logprobs"):
             check_common_normalize(normalize, name)
+    for dtype in of_dtypes:
+        if dtype not in DTYPES:
+            raise TypeError(f"`dtypes` must be of {named(DTYPES, 'and')}, got {dtype!r}; pass those of the logits")
+    for each in ks:
+        check_int("k", each)
+    check_normalize(normalize)
     check_flags(mask=mask, lengths=lengths, ranks=ranks)
-    of_dtypes, of_shapes = _dtypes(dtypes), _shapes(shapes)
-    ks, gpu = _ks(k), _gpu(device)
     if "sample" in names and min(ks, default=0) < -1:
         raise ValueError(f"`k` must satisfy -1 <= k for sample, got k={min(ks)}; 0 or -1 is a call without top-k")
+    gpu = _gpu(device)
     calls = _Calls(ks, mask, lengths, normalize, ranks, gpu)
     asked = [
         kernel
@@ -137,19 +136,19 @@ class _Calls(NamedTuple):
             return
         elif name in _MERGES:
             # One kernel for few candidates and one for many, whatever the shape.
-            yield from (launch.merge_kernel(dtype, warps) for warps in launch.MERGE_WARPS)
+            yield from (launch.kernel(launch.MERGE, dtype, warps) for warps in launch.MERGE_WARPS)
         elif name == "sample":
             yield from self._of_draws((rows, vocab_size), dtype)
         elif name == "token_logprobs":
             # Its best token's, and those of its k best.
             yield from self._replace(ks=[1, *self.ks])._of_topk("log_softmax_topk", shape, dtype)
             if self.ranks:
-                yield launch.rank_kernel(dtype)
+                yield launch.kernel("ranks::target_ranks", dtype)
         else:
             yield full_rows.kernel_on(self.gpu.index, vocab_size, dtype)
             if self.lengths:
                 choice = full_rows.choice_on(self.gpu.index, vocab_size, dtype.itemsize)
-                yield full_row_launch.kernel_name(choice, dtype, dtype, is_aligned=False)
+                yield full_row_choice.kernel_name(choice, dtype, dtype, is_aligned=False)
 
     def _of_topk(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
         has_beams = name == "beam_topk"
@@ -175,7 +174,7 @@ class _Calls(NamedTuple):
             length = launch.sample_list_length(shape[-1], top_k)
             yield row_topk.kernel_on(TopkProblem(read, length, "state", "allowed"), self.gpu.index)
         if self.ranks:
-            yield launch.rank_kernel(dtype)
+            yield launch.kernel("ranks::target_ranks", dtype)
 
     def _rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[LogitRows]:
         """Rows of that shape, without memory: plain rows, and those with a mask or with lengths that calls may have."""
@@ -187,57 +186,27 @@ class _Calls(NamedTuple):
         return rows
 
 
-def _names(functions: Any) -> list[str]:
-    names = _several(functions)
-    for name in names:
-        if name in _OF_LM_HEADS:
-            raise ValueError(
-                f"`functions` must be of {', '.join(map(repr, _FUNCTIONS))}, got {name!r}, which is of LM heads and "
-                "cannot be prepared; make one such call ahead"
-            )
-        check_choice("functions", name, _FUNCTIONS)
-    return names
-
-
-def _dtypes(dtypes: Any) -> list[torch.dtype]:
-    of_dtypes = _several(dtypes)
-    for dtype in of_dtypes:
-        if dtype not in DTYPES:
-            raise TypeError(f"`dtypes` must be of {named(DTYPES, 'and')}, got {dtype!r}; pass those of the logits")
-    return of_dtypes
-
-
-def _ks(k: Any) -> list[int]:
-    ks = _several(k)
-    for each in ks:
-        check_int("k", each)
-    return ks
+def _several(value: Any) -> list[Any]:
+    """The elements of an iterable. Anything else, and a str, is the only element."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
 
 
 def _shapes(shapes: Any) -> list[tuple[int, ...]]:
-    several = _several(shapes)
-    is_one = isinstance(shapes, Iterable) and all(isinstance(size, (int, np.integer)) for size in several)
-    return [_shape(shape) for shape in ([tuple(several)] if is_one else several)]
-
-
-def _shape(shape: Any) -> tuple[int, ...]:
-    is_of_sizes = isinstance(shape, Iterable) and not isinstance(shape, (str, Tensor))
-    sizes: list[Any] = list(shape) if is_of_sizes else [None]
-    if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) for size in sizes):
+    """One or several shapes."""
+    several = _several(shapes) if isinstance(shapes, Iterable) else [None]
+    is_one = not any(isinstance(size, Iterable) for size in several)
+    found = [tuple(shape) if isinstance(shape, Iterable) else (None,) for shape in ([several] if is_one else several)]
+    if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) for shape in found for size in shape):
         raise TypeError(
-            f"`shapes` must be one or several shapes of logits, got {shape!r}; pass (rows, V) or a list of such shapes"
+            f"`shapes` must be one or several shapes of logits, got {shapes!r}; pass (rows, V) or a list of such shapes"
         )
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"`shapes` must have sizes of 0 or more, got {shape}; pass shapes that logits have")
-    if not sizes:
-        raise ValueError("`shapes` must have the vocabulary as their last dimension, got an empty one; leave it out")
-    check_vocabulary(sizes[-1], "shapes")
-    return tuple(map(int, sizes))
-
-
-def _several(value: Any) -> list[Any]:
-    """The elements of an iterable. Anything else, and a str or a tensor, is the only element."""
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Tensor)) else [value]
+    for shape in found:
+        if not shape or min(shape) < 0:
+            raise ValueError(
+                f"`shapes` must have the vocabulary last, and sizes of 0 or more, got {shape}; pass shapes that logits have"
+            )
+        check_vocabulary(shape[-1], "shapes")
+    return [tuple(map(int, shape)) for shape in found]
 
 
 def _gpu(device: torch.device | str | int | None) -> torch.device:
@@ -253,10 +222,9 @@ def _gpu(device: torch.device | str | int | None) -> torch.device:
         ) from error
     if chosen.type != "cuda" or not torch.cuda.is_available():
         return chosen
-    if chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if chosen.index >= torch.cuda.device_count():
+    index, count = torch.cuda.current_device() if chosen.index is None else chosen.index, torch.cuda.device_count()
+    if index >= count:
         raise ValueError(
-            f"`device` must be a GPU that torch sees, which are {torch.cuda.device_count()}, got {chosen}; pass a smaller number"
+            f"`device` must be a GPU that torch sees, which are {count}, got {chosen}; pass a smaller number"
         )
-    return chosen
+    return torch.device("cuda", index)

@@ -27,6 +27,12 @@ MAX_ROWS = 2**31 - 1
 VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 4}
 
 
+def kernel(name: str, dtype: torch.dtype, *parameters: int | bool) -> str:
+    """A kernel for elements of a dtype, as NVRTC wants it named. name: within the namespace fused_topk, without "_kernel"."""
+    given = ", ".join((f"fused_topk::{FORMATS[dtype]}", *(str(x).lower() for x in parameters)))
+    return f"fused_topk::{name}_kernel<{given}>"
+
+
 def row_count(shape: Sequence[int]) -> int:
     return math.prod(shape[:-1])
 
@@ -65,6 +71,7 @@ def collapse(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[li
 
 # csrc/topk/merge_states.cu
 
+MERGE = "merging::merge_states"
 MERGE_WARPS = (1, 8)
 """The warps that share a row."""
 
@@ -134,12 +141,7 @@ def plan_merge(problem: MergeProblem) -> MergeLaunch | None:
     )
     warps = MERGE_WARPS[parts * width > _MOST_ENTRIES_OF_WARP]
     blocks = -(-rows // 4) if warps == 1 else rows
-    return MergeLaunch(merge_kernel(p.logits.dtype, warps), (blocks,), max(32 * warps, 128), bytes(argument))
-
-
-def merge_kernel(dtype: torch.dtype, warps: int) -> str:
-    """A kernel of csrc/topk/merge_states.cu, as NVRTC wants it named."""
-    return f"fused_topk::merging::merge_states_kernel<fused_topk::{FORMATS[dtype]}, {warps}>"
+    return MergeLaunch(kernel(MERGE, p.logits.dtype, warps), (blocks,), max(32 * warps, 128), bytes(argument))
 
 
 # csrc/linear/accumulate_piece.cu
@@ -164,11 +166,6 @@ def piece_shared_bytes(dtype: torch.dtype) -> int:
     return choice.shared_bytes(Method.TILE_BY_TILE, is_aligned=True, is_unmasked=True)
 
 
-def piece_kernel(dtype: torch.dtype, counts_ranks: bool) -> str:
-    """The kernel for that dtype, as NVRTC wants it named."""
-    return f"fused_topk::pieces::accumulate_piece_kernel<fused_topk::{FORMATS[dtype]}, {str(counts_ranks).lower()}>"
-
-
 # csrc/linear/logit_gradient.cu
 
 GRADIENT_THREADS = 256
@@ -179,11 +176,6 @@ GRADIENT_SPAN_BYTES = GRADIENT_THREADS * 4 * 16
 def gradient_grid(rows: int, tokens: int, itemsize: int) -> tuple[int, int]:
     """The blocks of a piece of logits."""
     return rows, -(-tokens * itemsize // GRADIENT_SPAN_BYTES)
-
-
-def gradient_kernel(dtype: torch.dtype) -> str:
-    """A kernel of csrc/linear/logit_gradient.cu, as NVRTC wants it named."""
-    return f"fused_topk::gradients::logit_gradient_kernel<fused_topk::{FORMATS[dtype]}>"
 
 
 # csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu
@@ -273,11 +265,10 @@ def sample_unit(vocab_size: int) -> float:
 
 
 def sample_kernel(dtype: torch.dtype, draws_from_vocabulary: bool, has_noise: bool) -> str:
-    """The kernel for that dtype, as NVRTC wants it named. Where a list is drawn from, one serves draws with noise and without."""
-    name, which = "sample_rows_kernel", ""
+    """Where a list is drawn from, one kernel serves draws with noise and without."""
     if draws_from_vocabulary:
-        name, which = "sample_vocabulary_kernel", f", {str(has_noise).lower()}"
-    return f"fused_topk::sampling::{name}<fused_topk::{FORMATS[dtype]}{which}>"
+        return kernel("sampling::sample_vocabulary", dtype, has_noise)
+    return kernel("sampling::sample_rows", dtype)
 
 
 # csrc/ranks/target_ranks.cu, where what is read is laid out as for top-k (topk_launch.py)
@@ -296,11 +287,6 @@ def ranking_blocks(targets: int, vocab_size: int, multiprocessors: int) -> int:
     return max(1, min(-(-vocab_size // _TOKENS_OF_RANKING), 4 * multiprocessors // targets))
 
 
-def rank_kernel(dtype: torch.dtype) -> str:
-    """The kernel for that dtype, as NVRTC wants it named."""
-    return f"fused_topk::ranks::target_ranks_kernel<fused_topk::{FORMATS[dtype]}>"
-
-
 # csrc/tokens/token_sums.cu, where what is read is laid out likewise
 
 _MOST_SUM_THREADS = 320  # kMostThreads of csrc/tokens/token_sums.cu
@@ -313,8 +299,3 @@ _MANY_ROWS = 1024
 def sum_threads(rows: int) -> int:
     """The threads of a row's block."""
     return _SUM_THREADS_OF_MANY_ROWS if rows >= _MANY_ROWS else _MOST_SUM_THREADS
-
-
-def sums_kernel(dtype: torch.dtype) -> str:
-    """The kernel for that dtype, as NVRTC wants it named."""
-    return f"fused_topk::tokens::token_sums_kernel<fused_topk::{FORMATS[dtype]}>"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from .kernel_arguments import Routing, writer
-from .launch import FORMATS
+from .launch import kernel
 from .topk_choice import KernelChoice
 
 MOST_EXPERTS = 1024
@@ -67,5 +67,4 @@ def shared_bytes(experts: int, itemsize: int, groups: int) -> int:
 
 def kernel_name(dtype: torch.dtype, experts: int, scoring: str) -> str:
     """The kernel, as NVRTC wants it named."""
-    parameters = f"fused_topk::{FORMATS[dtype]}, {per_lane(experts, dtype.itemsize)}, {SCORINGS[scoring]}"
-    return f"fused_topk::routers::route_experts_kernel<{parameters}>"
+    return kernel("routers::route_experts", dtype, per_lane(experts, dtype.itemsize), SCORINGS[scoring])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,14 @@ from ..arguments import check_result_dtype
 from ..backends import cpu, cuda
 from ..backends.reference import normalizer, working_dtype
 from ..cuda_runtime import driver
-from ..layout import full_row_launch
+from ..layout import full_row_choice
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.launch import row_count
 from ..problem import FullRowProblem, result_dtype
 from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, LogitRows, RowsLayout, unflattened
 from .gradients import for_inputs, save_rows, saved_rows
-from .operator import Operator, map_one
+from .operator import Operator, map_rows
 from .results import empty, empty_like
 
 _CPU_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}  # as in csrc/cpu/full_row_kernels.h
@@ -35,27 +35,12 @@ _CPU_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}  # as in csrc/cpu/
 Start = Callable[[LogitRows, Tensor], None]
 
 
-class Plan(NamedTuple):
-    """A checked and prepared request. It lacks only the tensors."""
-
-    shape: torch.Size  # of the result
-    dtype: torch.dtype  # of the result
-    is_alike: bool  # whether the result has the shape, the dtype and the strides of the logits
-    start: Start
-
-    def run(self, rows: LogitRows) -> Tensor:
-        """Computes the result into a new tensor and returns it."""
-        logits = rows.logits
-        # torch.empty_like takes less time than torch.empty.
-        is_alike = self.is_alike
-        out = empty_like(logits) if is_alike else empty(size=self.shape, dtype=self.dtype, device=logits.device)
-        self.start(rows, out)
-        return out
-
-
 @functools.lru_cache(maxsize=4096)
-def plan(device: torch.device, layout: RowsLayout, values: str, dtype: torch.dtype | None, backend: str | None) -> Plan:
-    """Checks the layout and the other arguments, and plans the call, once for all calls with the same layout and arguments.
+def plan(
+    device: torch.device, layout: RowsLayout, values: str, dtype: torch.dtype | None, backend: str | None
+) -> Callable[[LogitRows], Tensor]:
+    """Checks the layout and the other arguments, and plans the call, once for all calls with the same layout and arguments. Returns
+    what computes a new result, given the tensors.
 
     dtype: of the result, as the user gives it.
     """
@@ -65,9 +50,15 @@ def plan(device: torch.device, layout: RowsLayout, values: str, dtype: torch.dty
     shape = _shape(logits, values)
     is_alike = shape == logits.shape and dtype is logits.dtype and logits.is_contiguous()
     chosen = backends.pick(device, logits.dtype, 1, backend)
-    if logits.numel() == 0:
-        return Plan(shape, dtype, is_alike, lambda rows, out: None)
-    return Plan(shape, dtype, is_alike, PREPARE[chosen](FullRowProblem(rows, values), device, dtype))
+    start = PREPARE[chosen](FullRowProblem(rows, values), device, dtype) if logits.numel() else lambda rows, out: None
+
+    def run(rows: LogitRows) -> Tensor:
+        # torch.empty_like takes less time than torch.empty.
+        out = empty_like(rows.logits) if is_alike else empty(size=shape, dtype=dtype, device=device)
+        start(rows, out)
+        return out
+
+    return run
 
 
 def _shape(logits: Tensor, values: str) -> torch.Size:
@@ -116,7 +107,7 @@ def prepare_cuda(
     if choice is None:
         choice = choice_on(index, logits.shape[-1], itemsize)
     unaligned, aligned = (
-        full_row_launch.plan(problem, dtype, is_aligned, choice, cuda.cache_bytes(index))
+        full_row_choice.plan(problem, dtype, is_aligned, choice, cuda.cache_bytes(index))
         for is_aligned in (False, True)
     )
     has_adjacent, is_written = cuda.has_adjacent(logits), problem.values != "logsumexp"
@@ -133,16 +124,9 @@ def prepare_cuda(
             # The kernel reads contiguous numbers alone. Others are rare, so they are copied.
             rows = rows.broadcast().with_adjacent_numbers()
         workspace, scratch, counters = cuda.workspace(index, out.device, planned.scratch_words, planned.counters)
-        argument = driver.argument(planned.fill(rows, scratch, counters, out))
-        driver.call(
-            driver.function(index, planned.kernel),
-            planned.grid,
-            planned.threads,
-            (argument,),
-            index,
-            planned.shared_bytes,
-            is_cooperative=planned.is_cooperative,
-        )
+        filled = planned.fill(rows, scratch, counters, out)
+        how: Any = {"shared_bytes": planned.shared_bytes, "is_cooperative": planned.is_cooperative}
+        cuda.launch(index, planned.kernel, planned.grid, planned.threads, filled, **how)
 
     return run
 
@@ -157,7 +141,7 @@ def choice_on(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
 def kernel_on(device: int, vocab_size: int, dtype: torch.dtype) -> str:
     """The kernel that contiguous full rows ask for, with results in their own dtype."""
     choice = choice_on(device, vocab_size, dtype.itemsize)
-    return full_row_launch.kernel_name(choice, dtype, dtype, is_aligned=vocab_size * dtype.itemsize % 16 == 0)
+    return full_row_choice.kernel_name(choice, dtype, dtype, is_aligned=vocab_size * dtype.itemsize % 16 == 0)
 
 
 PREPARE = {"reference": _prepare_reference, "cpu": prepare_cpu, "cuda": prepare_cuda}
@@ -168,7 +152,7 @@ def _run(*arguments: Any) -> Tensor:
     if rows.mask is not None:
         # The kernels of whole rows read no mask.
         rows = rows.with_logits(rows.counted())._replace(mask=None, lengths=None)
-    return plan(rows.logits.device, rows.layout(), *request).run(rows)
+    return plan(rows.logits.device, rows.layout(), *request)(rows)
 
 
 def _fake(*arguments: Any) -> Tensor:
@@ -209,7 +193,7 @@ _full_rows = Operator(
     _fake,
     _setup_context,
     _backward,
-    map_one,
+    map_rows,
 )
 
 

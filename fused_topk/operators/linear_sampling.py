@@ -45,7 +45,7 @@ def _draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: 
     head = LinearProblem(request.rows, weight, bias, None, "allowed")
     rows, vocab_size = head.row_count, len(weight)
     chosen = backends.pick(hidden.device, hidden.dtype, max(request.topk, 1), backend)
-    out = sampling.empty_result(request)
+    out = sampling.as_sample(sampling.result_of(request).empty(hidden.device), request)
     if not rows:
         return out
     itemsize = hidden.element_size()
@@ -69,14 +69,14 @@ def _draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: 
     return out
 
 
-def _run(*arguments: Any) -> tuple[Tensor, ...]:
+def _run(*arguments: Any) -> list[Tensor]:
     rows, (weight, bias, *parameters, backend) = unflattened(arguments)
     return sampling.flat(_draw(SampleProblem(rows, *parameters), weight, bias, backend))
 
 
-def _fake(*arguments: Any) -> tuple[Tensor, ...]:
+def _fake(*arguments: Any) -> list[Tensor]:
     rows, (_, _, *parameters, _) = unflattened(arguments)
-    return sampling.flat(sampling.empty_result(SampleProblem(rows, *parameters)))
+    return list(sampling.result_of(SampleProblem(rows, *parameters)).empty(rows.logits.device))
 
 
 _linear_sample = Operator(f"linear_sample({ROWS_SCHEMA}, Tensor weight, Tensor? bias, {sampling.SCHEMA}", _run, _fake)
@@ -86,6 +86,5 @@ def linear_sample(problem: SampleProblem, weight: Tensor, bias: Tensor | None, b
     """Draws into new tensors, of (R, num_samples) and (R, topk)."""
     rows, *parameters, _, _ = problem
     if is_seen_by_torch(*(x for x in (*rows, weight, bias, *parameters) if isinstance(x, Tensor))):
-        found = _linear_sample(*rows, weight, bias, *parameters, backend)
-        return sampling.unflattened_result(found, problem)
+        return sampling.as_sample(_linear_sample(*rows, weight, bias, *parameters, backend), problem)
     return _draw(problem, weight, bias, backend)

@@ -10,50 +10,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import cpu
+from ..backends import cpu, cuda
 from ..backends.reference import gather, ranking, values_of, working_dtype, write_state
-from ..cuda_runtime import driver
 from ..layout import launch
 from ..layout.kernel_arguments import address
 from ..problem import MergeProblem, TopK
 from ..rows import Like, like
 from ..scale import SCALE_SCHEMA, Scale
 from .operator import Operator, mapped
-from .results import Result, merge_result
+from .results import Plan, merge_result
 from .row_topk import dim_of_normalizer
 
 # Runs a prepared merge. It is given a whole request, takes only its tensors, and writes the contiguous result.
 Start = Callable[[MergeProblem, TopK], None]
 
 
-class Plan(NamedTuple):
-    """A checked and prepared request. It lacks only the tensors."""
-
-    result: Result
-    start: Start
-
-    def run(self, problem: MergeProblem) -> TopK:
-        """Computes the result into new tensors and returns them."""
-        out = self.result.empty(problem.logits.device)
-        self.start(problem, out)
-        return out
-
-
 @functools.lru_cache(maxsize=4096)
-def plan(device: torch.device, backend: str | None, *fields: Any) -> Plan:
+def plan(device: torch.device, backend: str | None, *fields: Any) -> Plan[TopK]:
     """fields: those of MergeProblem.flat(), with layouts in place of tensors."""
     problem = MergeProblem.of(*(x.meta() if isinstance(x, Like) else x for x in fields))
     result = merge_result(problem.logits.select(0, 0), problem.k, problem.values)
     chosen = backends.pick(device, problem.logits.dtype, 1, backend)
     if problem.logits.numel() == 0:
-        return Plan(result, lambda problem, out: None)
-    return Plan(result, PREPARE[chosen](problem, device))
+        return Plan(result, device, lambda problem, out: None)
+    return Plan(result, device, PREPARE[chosen](problem, device))
 
 
 def reference(problem: MergeProblem, out: TopK) -> None:
@@ -138,10 +124,9 @@ def prepare_cuda(problem: MergeProblem, device: torch.device) -> Start:
             )
             prepare_cuda(copied, device)(copied, out)
             return
-        function = driver.function(index, planned.kernel)
         *of_parts, row_temperature = map(address, problem.tensors)
         filled = planned.fill(*of_parts, *map(address, out), row_temperature)
-        driver.call(function, planned.grid, planned.threads, (driver.argument(filled),), index)
+        cuda.launch(index, planned.kernel, planned.grid, planned.threads, filled)
 
     return run
 

@@ -43,7 +43,7 @@ class Operator:
             self._with_gradient = _eager_function(name, run, setup_context, backward).apply
         if map_over is not None:
             if backward is None:
-                setup_context, backward = _mark_as_constant, _no_gradients
+                setup_context, backward = _mark_as_constant, lambda ctx, gradient: (None,) * ctx.inputs
             self._transformed = _transformed_function(name, operator, setup_context, backward, map_over).apply
 
             # The operator itself gets the rule, too, because gradients use it. Without one torch loops over the mapped dimension.
@@ -113,11 +113,6 @@ def _mark_as_constant(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
     ctx.inputs = len(inputs)
 
 
-def _no_gradients(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-    count: int = ctx.inputs
-    return (None,) * count
-
-
 def mapped(info: Any, in_dims: Sequence[int | None], arguments: Sequence[Any]) -> list[Any]:
     """The arguments, with the dimension that vmap maps over in front. A tensor that vmap does not map over is expanded."""
 
@@ -129,10 +124,10 @@ def mapped(info: Any, in_dims: Sequence[int | None], arguments: Sequence[Any]) -
     return list(map(at_front, arguments, in_dims))
 
 
-def map_one(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-    """vmap needs no loop: what it maps over becomes one more leading dimension of the rows. This is the rule of an operator with
-    one result."""
-    return run(*mapped(info, in_dims, arguments)), 0
+def map_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    """vmap needs no loop: what it maps over becomes one more leading dimension of the rows, and of each result."""
+    found = run(*mapped(info, in_dims, arguments))
+    return found, 0 if isinstance(found, Tensor) else (0,) * len(found)
 
 
 def take_turns(run: Callable[..., Any], info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:

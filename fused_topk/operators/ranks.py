@@ -12,13 +12,13 @@ from torch import Tensor
 from .. import backends
 from ..backends import cpu, cuda
 from ..backends.reference import order_keys
-from ..cuda_runtime import driver, tickets
+from ..cuda_runtime import tickets
 from ..layout import launch, topk_launch
 from ..layout.kernel_arguments import TargetRanks, address
 from ..layout.topk_launch import Launch
 from ..problem import RankProblem, TopK, TopkProblem
 from ..rows import ROWS_SCHEMA, LogitRows, RowsLayout, unflattened
-from .operator import Operator, map_one
+from .operator import Operator, map_rows
 
 
 def reference(problem: RankProblem, out: Tensor) -> None:
@@ -48,8 +48,16 @@ def on_cpu(problem: RankProblem, out: Tensor, instruction_set: str = "") -> None
     )
 
 
+def readable(rows: LogitRows) -> tuple[LogitRows, Launch]:
+    """The rows, copied if the kernels cannot read them, and the launch for them."""
+    logits, planned = rows.logits, _launch_of(rows.layout())
+    if planned is None or not cuda.has_adjacent(logits) or logits.data_ptr() % logits.element_size():
+        return readable(cuda.copied(rows))
+    return rows, planned
+
+
 @lru_cache(maxsize=4096)
-def launch_of(layout: RowsLayout) -> Launch | None:
+def _launch_of(layout: RowsLayout) -> Launch | None:
     """The launch for such rows. Only its struct is used, which says what is read."""
     # With values that are logits there would be no temperature.
     of_rows = TopkProblem(layout.meta(), 1, "softmax", "allowed")
@@ -58,11 +66,8 @@ def launch_of(layout: RowsLayout) -> Launch | None:
 
 def on_cuda(problem: RankProblem, out: Tensor) -> None:
     rows, targets, counts_ties = problem
+    rows, planned = readable(rows)
     logits, index = rows.logits, rows.logits.get_device()
-    planned = launch_of(rows.layout())
-    if planned is None or not cuda.has_adjacent(logits) or logits.data_ptr() % logits.element_size():
-        on_cuda(problem._replace(rows=cuda.copied(rows)), out)
-        return
     count = targets.numel()
     launch.check_row_count(count)
     blocks = launch.ranking_blocks(count, logits.shape[-1], cuda.multiprocessors(index))
@@ -79,9 +84,8 @@ def on_cuda(problem: RankProblem, out: Tensor) -> None:
     )
     # The kernel writes ranks alone.
     filled = planned.fill(rows, None, 0, 0, TopK(out, out, out))
-    arguments = (driver.argument(filled), driver.argument(bytes(wanted)))
-    function = driver.function(index, launch.rank_kernel(logits.dtype))
-    driver.call(function, (count, blocks), launch.RANK_THREADS, arguments, index)
+    kernel = launch.kernel("ranks::target_ranks", logits.dtype)
+    cuda.launch(index, kernel, (count, blocks), launch.RANK_THREADS, filled, bytes(wanted))
 
 
 _ON = {"reference": reference, "cpu": on_cpu, "cuda": on_cuda}
@@ -105,7 +109,7 @@ _target_ranks = Operator(
     f"target_ranks({ROWS_SCHEMA}, Tensor targets, bool counts_ties, str? backend) -> Tensor",
     _run,
     _fake,
-    map_over=map_one,
+    map_over=map_rows,
 )
 
 

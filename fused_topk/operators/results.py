@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What results are: the shapes and dtypes of their tensors, and new tensors of these. No request for a result has memory of its own."""
+"""What results are: the shapes and dtypes of their tensors, and new tensors of these. And plans: prepared requests for results."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,55 +19,85 @@ _new = tuple.__new__
 # A result on the CPU of at most this many elements is made by torch.empty_like, in three quarters of the time of torch.empty. The
 # tensors that it is made like are views of these, one for each dtype.
 _FEW_ELEMENTS = 1024
-_memory = {dtype: empty(size=(_FEW_ELEMENTS,), dtype=dtype, device="cpu") for dtype in (*DTYPES, torch.int64)}
+_memory = {
+    dtype: empty(size=(_FEW_ELEMENTS,), dtype=dtype, device="cpu") for dtype in (*DTYPES, torch.int64, torch.int32)
+}
+
+Of = TypeVar("Of", bound=tuple[Any, ...])
 
 
-class Result(NamedTuple):
-    """The shape and the dtype of each field of a :class:`TopK`."""
+class Result(Generic[Of]):
+    """The type of a result, a named tuple, and the shape and the dtype of each of its tensors."""
 
-    values: tuple[tuple[int, ...], torch.dtype]
-    indices: tuple[tuple[int, ...], torch.dtype]
-    logsumexp: tuple[tuple[int, ...], torch.dtype]
+    def __init__(self, kind: type[Of], *fields: tuple[tuple[int, ...], torch.dtype]) -> None:
+        self.kind, self.fields = kind, fields
 
-    @staticmethod
-    def of(shape: tuple[int, ...], value_dtype: torch.dtype, rows: tuple[int, ...], dtype: torch.dtype) -> Result:
-        """`shape`: of the values and indices. `rows`: of the logsumexp."""
-        return Result((shape, value_dtype), (shape, torch.int64), (rows, dtype))
-
-    def empty(self, device: torch.device) -> TopK:
+    def empty(self, device: torch.device) -> Of:
         """New uninitialised tensors of these shapes and dtypes."""
-        (shape, value_dtype), _, (rows, dtype) = self
         # The size is passed by keyword because torch parses a positional tuple more slowly.
-        values = empty(size=shape, dtype=value_dtype, device=device)
-        indices = empty(size=shape, dtype=torch.int64, device=device)
-        return _new(TopK, (values, indices, empty(size=rows, dtype=dtype, device=device)))
+        made = (empty(size=shape, dtype=dtype, device=device) for shape, dtype in self.fields)
+        return _new(self.kind, made)
 
 
-def row_result(logits: Tensor, k: int, values: str) -> Result:
+class Plan(Generic[Of]):
+    """A checked and prepared request. It lacks only the tensors, and holds no device memory."""
+
+    def __init__(self, result: Result[Of], device: torch.device, start: Callable[..., None]) -> None:
+        """start: runs the request on tensors of the layout that it was prepared for, given what is read, the contiguous result that
+        it writes, and the request's other tensors."""
+        self.result, self.start, self._device = result, start, device
+        self._like = few_like(result) if device.type == "cpu" else None
+
+    def empty(self) -> Of:
+        """New uninitialised tensors for the result."""
+        like = self._like
+        # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
+        return self.result.empty(self._device) if like is None else _new(self.result.kind, map(empty_like, like))
+
+    def run(self, read: Any, *others: Tensor | None) -> Of:
+        """Computes the result into new tensors and returns them."""
+        out = self.empty()
+        self.start(read, out, *others)
+        return out
+
+    def run_into(self, out: Of, read: Any, *others: Tensor | None) -> None:
+        """Computes the result into `out`: contiguous tensors of the result's dtypes are written in place, others are copies."""
+        made = [
+            x if x.is_contiguous() and x.dtype is dtype else empty(size=shape, dtype=dtype, device=self._device)
+            for x, (shape, dtype) in zip(out, self.result.fields)
+        ]
+        self.start(read, _new(self.result.kind, made), *others)
+        for given, computed in zip(out, made):
+            if given is not computed:
+                given.copy_(computed)
+
+
+def row_result(logits: Tensor, k: int, values: str) -> Result[TopK]:
     """The shapes and dtypes for the k best of each row."""
     result = merge_result(logits, k, values)
-    return result._replace(logsumexp=((0,), result.logsumexp[1])) if values == "logits" else result
+    *best, (_, dtype) = result.fields
+    return Result(TopK, *best, ((0,), dtype)) if values == "logits" else result
 
 
-def merge_result(logits: Tensor, k: int, values: str) -> Result:
+def merge_result(logits: Tensor, k: int, values: str) -> Result[TopK]:
     """Likewise of a merge of rows like these, which has a logsumexp whatever the values are."""
     rows, dtype = tuple(logits.shape[:-1]), result_dtype(logits.dtype)
-    if values == "state":
-        return Result.of((*rows, k), logits.dtype, (2, *rows), dtype)
-    return Result.of((*rows, k), logits.dtype if values == "logits" else dtype, rows, dtype)
+    of_values = logits.dtype if values in ("logits", "state") else dtype
+    normalizer = (2, *rows) if values == "state" else rows
+    return Result(TopK, ((*rows, k), of_values), ((*rows, k), torch.int64), (normalizer, dtype))
 
 
-def beam_result(logits: Tensor, k: int) -> Result:
+def beam_result(logits: Tensor, k: int) -> Result[TopK]:
     """The shapes and dtypes for the k best over all beams of each batch entry."""
     batch, beams, _ = logits.shape
     dtype = result_dtype(logits.dtype)
-    return Result.of((batch, k), dtype, (batch, beams), dtype)
+    return Result(TopK, ((batch, k), dtype), ((batch, k), torch.int64), ((batch, beams), dtype))
 
 
-def few_like(result: Result) -> tuple[Tensor, ...] | None:
+def few_like(result: Result[Any]) -> tuple[Tensor, ...] | None:
     """Tensors of a short result's shapes and dtypes, without memory of their own. None for a long result."""
-    if math.prod(result.values[0]) > _FEW_ELEMENTS or math.prod(result.logsumexp[0]) > _FEW_ELEMENTS:
+    if any(math.prod(shape) > _FEW_ELEMENTS for shape, _ in result.fields):
         return None
-    like = tuple(_memory[dtype][: math.prod(shape)].view(shape) for shape, dtype in result)
+    like = tuple(_memory[dtype][: math.prod(shape)].view(shape) for shape, dtype in result.fields)
     # In a mode of torch, such as that of fake tensors, a view may be no plain tensor.
     return like if all(type(x) is Tensor and x.is_cpu for x in like) else None

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of experts: the operators with their gradient, their plan, and each backend's code.
-
-    router_topk        the choice of experts
-    router_topk_out    the same into given tensors
+"""The choice of experts: the operator `router_topk` with its gradient, its plan, and each backend's code.
 
 The weights have gradients, of which the choice is no part: with g those of the chosen scores s, sigmoid passes on g s (1 - s),
 sqrtsoftplus g sigmoid(x) / (2 s), and softmax g s at the chosen, less p times the sum of g s everywhere. The bias has zeros.
@@ -16,26 +13,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from .. import backends
+from ..arguments import check_router
 from ..backends import cpu, cuda
 from ..backends.reference import gather, ranking, working_dtype
-from ..cuda_runtime import driver
 from ..layout import router_launch, topk_launch
 from ..layout.kernel_arguments import address
 from ..problem import RouterProblem, RouterTopK, TopK, TopkProblem, result_dtype
-from ..router_arguments import check_router
 from ..row_arguments import check_layout
 from ..rows import ROWS_FIELDS, ROWS_SCHEMA, Like, LogitRows, RowsLayout, like_given, unflattened
-from .dispatch import is_seen_by_torch
 from .gradients import for_inputs, save_rows, saved_rows
 from .operator import Operator, mapped, take_turns
-from .results import empty
+from .results import Plan, Result
 
 # As in csrc/routers/scores.h.
 _LOG2_E, _LN2_HIGH, _LN2_LOW = (float.fromhex(x) for x in ("0x1.715476p+0", "0x1.62p-1", "0x1.c85fep-10"))
@@ -52,45 +47,13 @@ _LEAST_SUM = 1e-20
 _SUMMED_WEIGHTS = 32
 
 # Runs a prepared request on tensors of the layout that it was prepared for, and writes the contiguous result.
-Start = Callable[[LogitRows, Tensor | None, RouterTopK], None]
+Start = Callable[[LogitRows, RouterTopK, Tensor | None], None]
 
 
-class Result(NamedTuple):
-    """The shape and the dtype of each field of a :class:`RouterTopK`."""
-
-    weights: tuple[tuple[int, ...], torch.dtype]
-    experts: tuple[tuple[int, ...], torch.dtype]
-
-    @staticmethod
-    def of(logits: Tensor, k: int, index_dtype: torch.dtype) -> Result:
-        """Those for k experts of each row."""
-        shape = (*logits.shape[:-1], k)
-        return Result((shape, result_dtype(logits.dtype)), (shape, index_dtype))
-
-    def empty(self, device: torch.device) -> RouterTopK:
-        """New uninitialised tensors of these shapes and dtypes."""
-        return RouterTopK(*(empty(size=shape, dtype=dtype, device=device) for shape, dtype in self))
-
-
-class Plan(NamedTuple):
-    """A checked and prepared request. It lacks only the tensors."""
-
-    result: Result
-    start: Start
-
-    def run(self, rows: LogitRows, bias: Tensor | None) -> RouterTopK:
-        """Computes the result into new tensors and returns them."""
-        out = self.result.empty(rows.logits.device)
-        self.start(rows, bias, out)
-        return out
-
-    def run_into(self, out: RouterTopK, rows: LogitRows, bias: Tensor | None) -> None:
-        """Computes the result into `out`: in place if it is contiguous, else by way of a copy."""
-        if out.weights.is_contiguous() and out.experts.is_contiguous():
-            self.start(rows, bias, out)
-            return
-        for given, computed in zip(out, self.run(rows, bias), strict=True):
-            given.copy_(computed)
+def result_of(logits: Tensor, k: int, index_dtype: torch.dtype) -> Result[RouterTopK]:
+    """The shapes and dtypes for k experts of each row."""
+    shape = (*logits.shape[:-1], k)
+    return Result(RouterTopK, (shape, result_dtype(logits.dtype)), (shape, index_dtype))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -101,7 +64,7 @@ def plan(
     request: tuple[Any, ...],
     index_dtype: torch.dtype,
     backend: str | None,
-) -> Plan:
+) -> Plan[RouterTopK]:
     """Checks the layout and the other arguments, and plans the call, once for all calls with the same layout and arguments.
 
     request: the fields of :class:`RouterProblem` after the bias.
@@ -111,11 +74,11 @@ def plan(
     k, *_ = request
     check_router(logits.shape[-1], index_dtype, *request)
     chosen = backends.pick_router(device, logits.dtype, logits.shape[-1], k, backend)
-    result = Result.of(logits, k, index_dtype)
+    result = result_of(logits, k, index_dtype)
     if logits.numel() == 0:
-        return Plan(result, lambda rows, bias, out: None)
+        return Plan(result, device, lambda rows, out, bias: None)
     problem = RouterProblem(rows, None if bias is None else bias.meta(), *request)
-    return Plan(result, PREPARE[chosen](problem, device))
+    return Plan(result, device, PREPARE[chosen](problem, device))
 
 
 def reference(problem: RouterProblem, out: RouterTopK) -> None:
@@ -212,7 +175,7 @@ def _sum(x: Tensor, least: int) -> Tensor:
 
 
 def _prepare_reference(problem: RouterProblem, device: torch.device) -> Start:
-    return lambda rows, bias, out: reference(problem._replace(rows=rows.broadcast(), bias=bias), out)
+    return lambda rows, out, bias: reference(problem._replace(rows=rows.broadcast(), bias=bias), out)
 
 
 def prepare_cpu(problem: RouterProblem, device: torch.device, instruction_set: str = "") -> Start:
@@ -229,7 +192,7 @@ def prepare_cpu(problem: RouterProblem, device: torch.device, instruction_set: s
         p.scale,
     )
 
-    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
+    def run(rows: LogitRows, out: RouterTopK, bias: Tensor | None) -> None:
         weights, experts = out
         is_short = experts.dtype is torch.int32
         places = weights.data_ptr(), experts.data_ptr()
@@ -248,10 +211,10 @@ def prepare_cuda(problem: RouterProblem, device: torch.device) -> Start:
     shared_bytes = router_launch.shared_bytes(experts, itemsize, p.groups)
     has_adjacent = cuda.has_adjacent(logits)
 
-    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
+    def run(rows: LogitRows, out: RouterTopK, bias: Tensor | None) -> None:
         if planned is None or not has_adjacent or rows.logits.data_ptr() % itemsize:
             copied = cuda.copied(rows.broadcast())
-            prepare_cuda(problem._replace(rows=copied), device)(copied, bias, out)
+            prepare_cuda(problem._replace(rows=copied), device)(copied, out, bias)
             return
         if bias is not None and bias.data_ptr() % router_launch.BIAS_ALIGNMENT:
             bias = bias.clone()
@@ -259,8 +222,7 @@ def prepare_cuda(problem: RouterProblem, device: torch.device) -> Start:
         # The kernel writes no logsumexp.
         filled = planned.fill(rows, None, 0, 0, TopK(weights, chosen, weights))
         routing = router_launch.filled(wanted, address(bias), chosen.dtype is torch.int32)
-        arguments = (driver.argument(filled), driver.argument(routing))
-        driver.call(driver.function(index, kernel), planned.grid, planned.threads, arguments, index, shared_bytes)
+        cuda.launch(index, kernel, planned.grid, planned.threads, filled, routing, shared_bytes=shared_bytes)
 
     return run
 
@@ -270,21 +232,13 @@ PREPARE = {"reference": _prepare_reference, "cpu": prepare_cpu, "cuda": prepare_
 
 def _run(*arguments: Any) -> RouterTopK:
     rows, (bias, *request, index_dtype, backend) = unflattened(arguments)
-    return _plan_of(rows, bias, request, index_dtype, backend).run(rows, bias)
-
-
-def _run_into(*arguments: Any) -> None:
-    rows, (bias, *request, backend, weights, experts) = unflattened(arguments)
-    _plan_of(rows, bias, request, experts.dtype, backend).run_into(RouterTopK(weights, experts), rows, bias)
-
-
-def _plan_of(rows: LogitRows, bias: Tensor | None, request: list[Any], *others: Any) -> Plan:
-    return plan(rows.logits.device, rows.layout(), like_given(bias), tuple(request), *others)
+    device, key = rows.logits.device, (rows.layout(), like_given(bias), tuple(request))
+    return plan(device, *key, index_dtype, backend).run(rows, bias)
 
 
 def _fake(*arguments: Any) -> RouterTopK:
     rows, (_, k, *_, index_dtype, _) = unflattened(arguments)
-    return Result.of(rows.logits, k, index_dtype).empty(rows.logits.device)
+    return result_of(rows.logits, k, index_dtype).empty(rows.logits.device)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: RouterTopK) -> None:
@@ -349,9 +303,6 @@ _router_topk = Operator(
     _backward,
     _map_routers,
 )
-_router_topk_out = Operator(
-    f"router_topk_out({_REQUEST}, str? backend, Tensor(a!) out_weights, Tensor(b!) out_experts) -> ()", _run_into
-)
 
 
 def router_topk(
@@ -359,12 +310,3 @@ def router_topk(
 ) -> RouterTopK:
     """The experts of checked rows. See :class:`RouterProblem`, whose fields after the bias are the request."""
     return RouterTopK(*_router_topk(*rows, bias, *request, index_dtype, backend))
-
-
-def router_topk_into(
-    rows: LogitRows, bias: Tensor | None, request: tuple[Any, ...], backend: str | None, out: RouterTopK
-) -> bool:
-    """Writes into the tensors of `out`. Returns whether torch has seen the call."""
-    is_seen = is_seen_by_torch(*rows.tensors(), bias, *out)
-    _router_topk_out(*rows, bias, *request, backend, *out)
-    return is_seen

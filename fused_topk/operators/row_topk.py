@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The k best of every row, and of every sequence's beams: the operators with their plan, and each backend's code.
 
-    row_topk        softmax_topk, log_softmax_topk, topk and topk_state
-    row_topk_out    the same into given tensors
-    beam_topk       beam_topk
+    row_topk     softmax_topk, log_softmax_topk, topk and topk_state
+    beam_topk    beam_topk
 
 gradients.py has their gradients.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from .. import backends
 from ..arguments import check_k, check_normalize
 from ..backends import cpu, cuda
 from ..backends.reference import gather, normalizer, ranking, values_of, working_dtype, write_state
-from ..cuda_runtime import driver
 from ..layout import topk_launch
 from ..layout.launch import row_count
 from ..layout.topk_choice import KernelChoice
@@ -29,47 +27,14 @@ from ..problem import TopK, TopkProblem, result_dtype
 from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from . import gradients
-from .dispatch import is_seen_by_torch
 from .operator import Operator, mapped
-from .results import Result, beam_result, empty, empty_like, few_like, row_result
+from .results import Plan, beam_result, empty, row_result
 
 
 class Start(Protocol):
     """Runs a prepared request on tensors of the layout that it was prepared for, and writes the contiguous `out`."""
 
     def __call__(self, rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None: ...
-
-
-class Plan(NamedTuple):
-    """A checked and prepared request. It lacks only the tensors, and holds no device memory."""
-
-    result: Result
-    start: Start
-    # The tensors that those of the result are made like. None: the result's are made by their shapes and dtypes.
-    like: tuple[Tensor, ...] | None
-
-    def run(self, rows: LogitRows, beam_scores: Tensor | None = None) -> TopK:
-        """Computes the result into new tensors and returns them."""
-        like = self.like
-        # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
-        out = self.result.empty(rows.logits.device) if like is None else tuple.__new__(TopK, map(empty_like, like))
-        self.start(rows, out, beam_scores)
-        return out
-
-    def run_into(self, out: TopK, rows: LogitRows) -> None:
-        """Computes the result into `out`: in place if `out` is contiguous, else by way of a copy. Indices of another
-        dtype than int64 are always a copy."""
-        values, indices, logsumexp = out
-        if not (values.is_contiguous() and logsumexp.is_contiguous()):
-            for given, computed in zip(out, self.run(rows), strict=True):
-                given.copy_(computed)
-            return
-        if indices.dtype is torch.int64 and indices.is_contiguous():
-            self.start(rows, out)
-            return
-        computed = empty(size=self.result.indices[0], dtype=torch.int64, device=rows.logits.device)
-        self.start(rows, out._replace(indices=computed))
-        indices.copy_(computed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,7 +46,7 @@ def plan(
     normalize: str,
     backend: str | None,
     beam_scores: Like | None = None,
-) -> Plan:
+) -> Plan[TopK]:
     """Checks the layout and the other arguments, and plans the call, once for all calls with the same layout and
     arguments. It does not depend on the contents of the tensors: for a short row, planning takes longer than the rest of the call."""
     rows = check_layout(layout)
@@ -96,9 +61,8 @@ def plan(
     check_normalize(normalize)
     chosen = backends.pick(device, logits.dtype, k, backend)
     if logits.numel() == 0:
-        return Plan(result, lambda rows, out, beam_scores=None: None, None)
-    start = PREPARE[chosen](TopkProblem(rows, k, values, normalize), device, scores)
-    return Plan(result, start, few_like(result) if device.type == "cpu" else None)
+        return Plan(result, device, lambda rows, out, beam_scores=None: None)
+    return Plan(result, device, PREPARE[chosen](TopkProblem(rows, k, values, normalize), device, scores))
 
 
 def reference(problem: TopkProblem, out: TopK) -> None:
@@ -214,12 +178,10 @@ def prepare_cuda(
         if problem.values == "logits" and not out.logsumexp.numel():
             # The kernels write a logsumexp whatever the values are.
             out = out._replace(logsumexp=empty(size=(count,), dtype=torch.float32, device=rows.logits.device))
-        function = driver.function(index, planned.kernel)
         counters = planned.row_tickets + planned.beam_tickets
         workspace, scratch, tickets = cuda.workspace(index, out.values.device, planned.scratch_words, counters)
-        argument = driver.argument(planned.fill(rows, beam_scores, scratch, tickets, out))
-        shared_bytes = cuda.shared_bytes(index, planned.kernel, planned.shared_bytes)
-        driver.call(function, planned.grid, planned.threads, (argument,), index, shared_bytes)
+        filled = planned.fill(rows, beam_scores, scratch, tickets, out)
+        cuda.launch(index, planned.kernel, planned.grid, planned.threads, filled, shared_bytes=planned.shared_bytes)
 
     return run
 
@@ -245,7 +207,7 @@ def run(*arguments: Any) -> TopK:
 
 
 def run_into(*arguments: Any) -> None:
-    """Likewise row_topk_out."""
+    """Likewise into the last arguments."""
     rows, (*request, values, indices, logsumexp) = unflattened(arguments)
     plan(rows.logits.device, rows.layout(), *request).run_into(TopK(values, indices, logsumexp), rows)
 
@@ -293,9 +255,6 @@ _row_topk = Operator(
     gradients.row_backward,
     _map_rows,
 )
-_row_topk_out = Operator(
-    f"row_topk_out({_REQUEST}, Tensor(a!) out_values, Tensor(b!) out_indices, Tensor(c!) out_logsumexp) -> ()", run_into
-)
 _beam_topk = Operator(
     f"beam_topk({ROWS_SCHEMA}, Tensor beam_scores, SymInt k, str normalize, str? backend) -> (Tensor, Tensor, Tensor)",
     _run_beams,
@@ -309,13 +268,6 @@ _beam_topk = Operator(
 def row_topk(rows: LogitRows, k: int, values: str, normalize: str, backend: str | None) -> TopK:
     """The k best of checked rows. See :class:`TopkProblem`."""
     return TopK(*_row_topk(*rows, k, values, normalize, backend))
-
-
-def row_topk_into(rows: LogitRows, k: int, values: str, normalize: str, backend: str | None, out: TopK) -> bool:
-    """Writes into the tensors of `out`. Returns whether torch has seen the call."""
-    is_seen = is_seen_by_torch(*rows.tensors(), *out)
-    _row_topk_out(*rows, k, values, normalize, backend, *out)
-    return is_seen
 
 
 def beam_topk(rows: LogitRows, beam_scores: Tensor, k: int, normalize: str, backend: str | None) -> TopK:

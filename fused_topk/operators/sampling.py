@@ -9,22 +9,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import cpu, cuda, reference_sampling
-from ..cuda_runtime import driver, tickets
+from ..backends import cpu, cuda, philox
+from ..backends.reference import gather, ranking, working_dtype
+from ..cuda_runtime import tickets
 from ..layout import launch
 from ..layout.kernel_arguments import SampleRows, address, rows_writer, with_rows
 from ..problem import Kept, Sample, SampleProblem, TopK, TopkProblem, result_dtype
 from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
+from ..scale import Scale
 from . import row_topk
 from .dispatch import is_seen_by_torch
 from .operator import Operator
-from .results import Result, empty
+from .results import Plan, Result
 
 _write_rows = rows_writer(SampleRows)
 
@@ -32,35 +34,33 @@ _write_rows = rows_writer(SampleRows)
 Start = Callable[[SampleProblem, Sample], None]
 
 
-class Plan(NamedTuple):
-    """A prepared request for draws. It lacks only the seeds, or the noise, and the tensors."""
-
-    start: Start
-
-    def run(self, problem: SampleProblem) -> Sample:
-        """Draws into new tensors and returns them."""
-        out = empty_result(problem)
-        self.start(problem, out)
-        return out
-
-
-def empty_result(problem: SampleProblem) -> Sample:
-    """New uninitialised tensors for the result, with one leading dimension: the rows."""
+def result_of(problem: SampleProblem) -> Result[Any]:
+    """The tensors of the result, with one leading dimension: the rows."""
     logits, num_samples, k = problem.rows.logits, problem.num_samples, problem.topk
-    rows, device, dtype = math.prod(logits.shape[:-1]), logits.device, result_dtype(logits.dtype)
-
-    def of(*shape: int, dtype: torch.dtype) -> Tensor:
-        return empty(size=shape, dtype=dtype, device=device)
-
-    return Sample(
-        of(rows, num_samples, dtype=torch.int64),
-        of(rows, num_samples, dtype=dtype),
-        Result.of((rows, k), dtype, (rows,), dtype).empty(device) if k else None,
-        Kept(of(rows, dtype=torch.int64), of(rows, dtype=dtype)) if problem.kept else None,
-    )
+    rows, dtype = math.prod(logits.shape[:-1]), result_dtype(logits.dtype)
+    fields: list[Any] = [((rows, num_samples), torch.int64), ((rows, num_samples), dtype)]
+    if k:
+        fields += [((rows, k), dtype), ((rows, k), torch.int64), ((rows,), dtype)]
+    if problem.kept:
+        fields += [((rows,), torch.int64), ((rows,), dtype)]
+    return Result(tuple, *fields)
 
 
-def plan_of(problem: SampleProblem, backend: str | None, device: torch.device | None = None) -> Plan:
+def as_sample(tensors: Sequence[Tensor], problem: SampleProblem) -> Sample:
+    """The result that has the tensors of result_of()."""
+    tokens, logprobs, *others = tensors
+    best = TopK(*others[:3]) if problem.topk else None
+    return Sample(tokens, logprobs, best, Kept(*others[-2:]) if problem.kept else None)
+
+
+def draw(problem: SampleProblem, planned: Plan[Any]) -> Sample:
+    """Draws into new tensors and returns them. planned: the plan of such a problem."""
+    out = as_sample(planned.empty(), problem)
+    planned.start(problem, out)
+    return out
+
+
+def plan_of(problem: SampleProblem, backend: str | None, device: torch.device | None = None) -> Plan[Any]:
     """The plan of a checked request. It serves all requests that differ in their seeds, their noise and tensors alone, not in the
     tensors' layouts. device: of the tensors that a problem of meta tensors stands for."""
     rows, *filters = problem[:7]
@@ -70,17 +70,17 @@ def plan_of(problem: SampleProblem, backend: str | None, device: torch.device | 
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(device: torch.device, backend: str | None, layout: RowsLayout, *fields: Any) -> Plan:
+def plan(device: torch.device, backend: str | None, layout: RowsLayout, *fields: Any) -> Plan[Any]:
     """fields: those of :class:`SampleProblem` but the rows, the seeds, the counters and the noise, with layouts in place of
     tensors."""
     rows, filters, wanted = layout.meta(), fields[:6], fields[6:]
     _, topk, *_ = wanted
     chosen = backends.pick(device, rows.logits.dtype, max(topk, 1), backend)
-    if not len(rows.logits):
-        return Plan(lambda problem, out: None)
     of_rows = (x.meta() if isinstance(x, Like) else x for x in filters)
     parameters: Any = (*of_rows, 0, None, 0, None, *wanted)
-    return Plan(PREPARE[chosen](SampleProblem(rows, *parameters), device))
+    problem = SampleProblem(rows, *parameters)
+    start = PREPARE[chosen](problem, device) if len(rows.logits) else lambda problem, out: None
+    return Plan(result_of(problem), device, start)
 
 
 def reference(problem: SampleProblem, out: Sample) -> None:
@@ -88,7 +88,106 @@ def reference(problem: SampleProblem, out: Sample) -> None:
     if out.topk is not None:
         own = TopkProblem(problem.rows.unscaled(), problem.topk, "log_softmax", "allowed")
         row_topk.reference(own, out.topk)
-    reference_sampling.draw(problem, out)
+    _reference_draws(problem, out)
+
+
+def _reference_draws(problem: SampleProblem, out: Sample) -> None:
+    """Draws tokens, and writes them and their log-probabilities, in several passes and float64.
+
+    Temperature, top-k, top-p and min-p only ever keep the best tokens of a row. So what they keep is a prefix of the row sorted
+    in the project's order. Its weights e^((x - m) / T) are then put back in the order of the tokens, and their running sum says
+    which token a uniform number u draws: the first whose sum exceeds u times the total. With noise of the caller's no sum is needed:
+    the token has the greatest quotient of its weight and its noise.
+    """
+    p = problem
+    rows = p.rows
+    vocab_size = rows.logits.shape[-1]
+    # The logits of the model's own distribution, from which top-k, top-p and min-p keep a part.
+    x = rows.counted()
+    dtype = working_dtype(rows.logits)
+    order = ranking(x)
+    ranked = gather(x, order).to(dtype)
+    best = ranked[:, :1]
+    temperature = column(*rows.scale(), dtype, x.device)
+    has_distribution = best.isfinite()
+    is_drawn = has_distribution & (temperature > 0)
+    m = best.where(has_distribution, 0.0)
+    # At most the greatest that float32 can divide by: -inf stays -inf.
+    scale = Scale(1.0, temperature.where(temperature > 0, 1.0).clamp(max=2.0**126).squeeze(1))
+
+    weights = scale.weight(ranked, m)
+    is_kept = _kept(p, ranked, weights)
+    weights = weights * is_kept
+    of_token = torch.zeros_like(weights).scatter(1, order, weights)
+    sums = of_token.cumsum(1)
+    total = sums[:, -1:]
+    if p.noise is None:
+        u = philox.uniforms(*_names(p, x.device), p.num_samples, dtype)
+        # A product that is rounded up to the total would be beyond every token.
+        aim = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))
+        drawn = torch.searchsorted(sums, aim, right=True).clamp(max=vocab_size - 1)
+    else:
+        may_win = torch.zeros_like(is_kept).scatter(1, order, is_kept & (ranked != -torch.inf))
+        drawn = _winner(scale.log_weight(x.to(dtype), m) - p.noise.to(dtype).log(), may_win)
+    tokens = drawn.where(is_drawn, order[:, :1])
+    out.tokens.copy_(tokens)
+
+    of_drawn = x.to(dtype).gather(1, tokens)
+    if p.truncated:
+        logprobs = scale.log_weight(of_drawn, m) - total.log()
+        logprobs = logprobs.where(temperature != 0, 0.0)
+        has_distribution = has_distribution & (temperature >= 0)
+    else:
+        logprobs = of_drawn - m - (ranked - m).exp().sum(1, keepdim=True).log()
+    out.logprobs.copy_(logprobs.where(has_distribution, torch.nan))
+    if out.kept is not None:
+        is_greedy = best.isfinite() & (temperature == 0)
+        counts = (is_kept & (ranked != -torch.inf)).sum(1, keepdim=True).where(is_drawn, is_greedy.long())
+        mass = scale.logsumexp(best, total.where(is_drawn, 1.0))
+        out.kept.counts.copy_(counts.squeeze(1))
+        out.kept.logsumexp.copy_(mass.where(is_drawn | is_greedy, torch.nan).squeeze(1))
+
+
+def _winner(scores: Tensor, may_win: Tensor) -> Tensor:
+    """The token (R, 1) with the greatest score of those that may win; of equal ones the smallest. NaN counts as -inf."""
+    scores = scores.where(may_win & ~scores.isnan(), -torch.inf)
+    # argmax gives the first of equal ones.
+    return (may_win & (scores == scores.amax(1, keepdim=True))).byte().argmax(1, keepdim=True)
+
+
+def _kept(p: SampleProblem, ranked: Tensor, weights: Tensor) -> Tensor:
+    """bool (R, V): whether top-k, top-p and min-p keep the token of each rank, given the logits and weights of the ranks."""
+    dtype, device, vocab_size = weights.dtype, weights.device, weights.shape[1]
+    top_k = column(p.top_k, p.row_top_k, torch.int64, device)
+    last = (top_k.where((top_k > 0) & (top_k < vocab_size), vocab_size) - 1).expand(len(ranked), 1)
+    # All that tie with the k-th, as transformers keeps them.
+    kept = ranked >= ranked.gather(1, last)
+
+    top_p = column(p.top_p, p.row_top_p, dtype, device)
+    sums = (weights * kept).cumsum(1)
+    before = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], 1)
+    # The shortest prefix with at least that share. Not `< top_p`: NaN and 1 and more keep all.
+    is_within = ~(before >= top_p * sums[:, -1:]) | ~(top_p < 1)
+    min_p = column(p.min_p, p.row_min_p, dtype, device)
+    is_likely = ~(weights < min_p)
+    kept = kept & is_within & is_likely
+    kept[:, 0] = True
+    return kept
+
+
+def _names(p: SampleProblem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The seed, the counter and the stream of each row (philox.uniforms)."""
+    seed = column(p.seed, p.row_seed, torch.int64, device)
+    counter = column(p.counter, p.row_counter, torch.int64, device)
+    first, rows = (p.first_row, p.rows.logits.shape[0]) if p.row_seed is None else (0, 1)
+    return seed, counter, torch.arange(first, first + rows, device=device).unsqueeze(1)
+
+
+def column(number: float, of_rows: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A parameter in a form that broadcasts along rows."""
+    if of_rows is None:
+        return torch.full((1, 1), number, dtype=dtype, device=device)
+    return of_rows.to(dtype).unsqueeze(1)
 
 
 def prepare_cpu(problem: SampleProblem, device: torch.device, instruction_set: str = "") -> Start:
@@ -204,10 +303,9 @@ def prepare_cuda(problem: SampleProblem, device: torch.device) -> Start:
             filled.best_values, filled.best_indices, filled.best_logsumexp = map(address, best)
         if out.kept is not None:
             filled.kept_counts, filled.kept_logsumexp = map(address, out.kept)
-        argument = driver.argument(with_rows(filled, _write_rows, given))
-        function = driver.function(index, kernels[has_noise])
+        written = with_rows(filled, _write_rows, given)
         threads = launch.SUMMING_THREADS if is_whole else launch.SEARCHING_THREADS
-        driver.call(function, (rows, blocks), threads, (argument,), index, is_cooperative=is_cooperative)
+        cuda.launch(index, kernels[has_noise], (rows, blocks), threads, written, is_cooperative=is_cooperative)
 
     return run
 
@@ -236,43 +334,28 @@ PREPARE: dict[str, Callable[[SampleProblem, torch.device], Start]] = {
 }
 
 
-def _run(*arguments: Any) -> tuple[Tensor, ...]:
+def _run(*arguments: Any) -> list[Tensor]:
     rows, (noise, *parameters, backend) = unflattened(arguments)
     fields: Any = (rows, *parameters, 0, noise)
-    return flat(_draw(SampleProblem(*fields), backend))
+    problem = SampleProblem(*fields)
+    return flat(draw(problem, plan_of(problem, backend)))
 
 
-def _draw(problem: SampleProblem, backend: str | None) -> Sample:
-    return plan_of(problem, backend).run(problem)
-
-
-def _fake(*arguments: Any) -> tuple[Tensor, ...]:
+def _fake(*arguments: Any) -> list[Tensor]:
     rows, (_, *parameters, _) = unflattened(arguments)
-    return flat(empty_result(SampleProblem(rows, *parameters)))
+    return list(result_of(SampleProblem(rows, *parameters)).empty(rows.logits.device))
 
 
-def flat(result: Sample) -> tuple[Tensor, ...]:
-    """The tensors that the operator returns. Their number is fixed, so empty tensors stand for no TopK and no Kept."""
-    tokens, logprobs, topk, kept, _ = result
-    if topk is None:
-        topk = TopK(logprobs.new_empty((0,)), tokens.new_empty((0,)), logprobs.new_empty((0,)))
-    if kept is None:
-        kept = Kept(tokens.new_empty((0,)), logprobs.new_empty((0,)))
-    return tokens, logprobs, *topk, *kept
-
-
-def unflattened_result(tensors: Sequence[Tensor], problem: SampleProblem) -> Sample:
-    """The result, given what :func:`flat` returns of it."""
-    tokens, logprobs, values, indices, logsumexp, *of_kept = tensors
-    best = TopK(values, indices, logsumexp) if problem.topk else None
-    return Sample(tokens, logprobs, best, Kept(*of_kept) if problem.kept else None)
+def flat(result: Sample) -> list[Tensor]:
+    """The tensors of a result, as an operator returns them."""
+    return [result.tokens, result.logprobs, *(result.topk or ()), *(result.kept or ())]
 
 
 # The arguments behind the rows, which are fields of SampleProblem, and the results: the same for every operator that draws.
 SCHEMA = (
     "SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, float min_p, Tensor? row_min_p, "
     "int seed, Tensor? row_seed, int counter, Tensor? row_counter, SymInt num_samples, SymInt topk, "
-    "bool truncated, bool kept, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool truncated, bool kept, str? backend) -> Tensor[]"
 )
 _sample = Operator(f"sample({ROWS_SCHEMA}, Tensor? noise, {SCHEMA}", _run, _fake)
 
@@ -282,5 +365,5 @@ def sample(problem: SampleProblem, backend: str | None) -> Sample:
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     rows, *parameters, _, noise = problem
     if is_seen_by_torch(*(x for x in (*rows, *parameters, noise) if isinstance(x, Tensor))):
-        return unflattened_result(_sample(*rows, noise, *parameters, backend), problem)
-    return _draw(problem, backend)
+        return as_sample(_sample(*rows, noise, *parameters, backend), problem)
+    return draw(problem, plan_of(problem, backend))

@@ -7,7 +7,6 @@ entropy is -p (log p + H) / T, and that of the tail (q - p) / T.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,15 +15,14 @@ from torch import Tensor
 from .. import backends
 from ..backends import cpu, cuda
 from ..backends.reference import gather, working_dtype
-from ..cuda_runtime import driver
 from ..layout import launch
 from ..layout.kernel_arguments import RowSums
 from ..problem import TokenSumsProblem, TopK, result_dtype
 from ..rows import ROWS_SCHEMA, LogitRows, unflattened
 from ..token_sums import TokenSums, empty_sums, moment, reference_point, without
 from .gradients import for_inputs, save_rows, saved_rows, softmax
-from .operator import Operator, mapped
-from .ranks import launch_of
+from .operator import Operator, map_rows
+from .ranks import readable
 
 
 def reference(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
@@ -63,11 +61,8 @@ def on_cpu(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor, instru
 
 def on_cuda(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
     rows, tokens, normalize, has_tail, start = problem
+    rows, planned = readable(rows)
     logits, index = rows.logits, rows.logits.get_device()
-    planned = launch_of(rows.layout())
-    if planned is None or not cuda.has_adjacent(logits) or logits.data_ptr() % logits.element_size():
-        on_cuda(problem._replace(rows=cuda.copied(rows)), sums, token_logits)
-        return
     count = launch.row_count(logits.shape)
     launch.check_row_count(count)
     wanted = RowSums(
@@ -81,9 +76,8 @@ def on_cuda(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> No
     )
     # The kernel writes none of these.
     filled = planned.fill(rows, None, 0, 0, TopK(sums, sums, sums))
-    arguments = (driver.argument(filled), driver.argument(bytes(wanted)))
-    function = driver.function(index, launch.sums_kernel(logits.dtype))
-    driver.call(function, (count,), launch.sum_threads(count), arguments, index)
+    kernel = launch.kernel("tokens::token_sums", logits.dtype)
+    cuda.launch(index, kernel, (count,), launch.sum_threads(count), filled, bytes(wanted))
 
 
 ON = {"reference": reference, "cpu": on_cpu, "cuda": on_cuda}
@@ -143,17 +137,13 @@ def _of_tail(rows: LogitRows, normalize: str, tokens: Tensor, grad: Tensor) -> T
     return grad.unsqueeze(-1) * (softmax(scale, rest.where(is_left, 0.0)) - p)
 
 
-def _map_two(run: Any, info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-    return run(*mapped(info, in_dims, arguments)), (0, 0)
-
-
 _token_spread = Operator(
     f"token_spread({ROWS_SCHEMA}, Tensor tokens, str normalize, bool tail, str? backend) -> (Tensor, Tensor)",
     _run,
     _fake,
     _setup_context,
     _backward,
-    _map_two,
+    map_rows,
 )
 
 
