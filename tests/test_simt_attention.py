@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch):
-    monkeypatch.setattr(cuda_attention, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(cuda_attention.cuda, "multiprocessors", lambda index: 132)
 
 
 def check(
@@ -36,7 +36,7 @@ def check(
         else mock.MagicMock(),
     ):
         cuda_attention._plan.cache_clear()
-        with mock.patch.object(cuda_attention, "multiprocessors", lambda index: multiprocessors):
+        with mock.patch.object(cuda_attention.cuda, "multiprocessors", lambda index: multiprocessors):
             found = cuda_attention.step_attention(*given[:4], scale, cap, window, sinks)
     cuda_attention._plan.cache_clear()
     outcomes[0].check()
@@ -95,9 +95,9 @@ def test_a_text_has_the_same_bits_in_every_batch(monkeypatch):
     monkeypatch.setattr(attention_launch, "_keys_of_part", lambda *_: 16)
     with emulated(arrays, is_public=True):
         # Blocks with many parts, and with one.
-        monkeypatch.setattr(cuda_attention, "multiprocessors", lambda index: 1)
+        monkeypatch.setattr(cuda_attention.cuda, "multiprocessors", lambda index: 1)
         whole = cuda_attention.step_attention(*given[:4], 0.125)
-        monkeypatch.setattr(cuda_attention, "multiprocessors", lambda index: 132)
+        monkeypatch.setattr(cuda_attention.cuda, "multiprocessors", lambda index: 132)
         alone = cuda_attention.step_attention(given.query[2:4], *(each[1:2] for each in given[1:4]), 0.125)
     assert torch.equal(whole[2:4], alone)
 

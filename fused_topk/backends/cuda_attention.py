@@ -12,7 +12,7 @@ from ..cuda_runtime import driver, tickets
 from ..layout import attention_launch
 from ..layout.attention_launch import AttentionLaunch
 from ..layout.kernel_arguments import StepAttention, address
-from .cuda import multiprocessors
+from . import cuda
 
 _plan = lru_cache(maxsize=4096)(attention_launch.plan)
 
@@ -57,7 +57,7 @@ def step_attention(
         # The kernel loads vectors of 16 bytes.
         query = query.contiguous()
     index = query.get_device()
-    of_gpu = multiprocessors(index)
+    of_gpu = cuda.multiprocessors(index)
     planned: AttentionLaunch = _plan(batch, rows // batch, key_heads, heads // key_heads, dim, places, of_gpu)
     out = torch.empty((rows, heads, dim), dtype=query.dtype, device=query.device)
     states = torch.empty(planned.state_words, dtype=torch.float32, device=query.device) if planned.state_words else None
@@ -85,7 +85,6 @@ def step_attention(
         scale=scale,
         cap=cap,
     )
-    function = driver.function(index, attention_launch.kernel_name(query.dtype, dim))
-    arguments = (driver.argument(bytes(argument)),)
-    driver.call(function, planned.grid, attention_launch.THREADS, arguments, index, attention_launch.shared_bytes(dim))
+    kernel, shared = attention_launch.kernel_name(query.dtype, dim), attention_launch.shared_bytes(dim)
+    cuda.launch(index, kernel, planned.grid, attention_launch.THREADS, bytes(argument), shared_bytes=shared)
     return out
