@@ -117,17 +117,13 @@ class Search(NamedTuple):
     def _run_kept(self, way: Way) -> Any:
         ready, shape = self.ready, Shape.of(self.prompt, self.rules, way)
         with ready.store.step(ready.twin, ready.head, shape, self.group) as step:
-            kept = KeptOutputs.asked_for(self.config)
             # A step with a mask, which follows the texts from the first new token on.
             constraint = self.plan.constraint
             if constraint is not None and constraint.begin_index > self.prompt.ids.shape[1]:
                 constraint = None
             reads_logits = (
                 len(self.plan.processors) > (constraint is not None)
-                or self.config.do_sample
-                or self.criteria.read_text
-                or self.topk is not None
-                or any(each is not None for each in kept)
+                or self._needs_logits
                 # A step without the LM head chooses on each process by itself.
                 or (self.group is not None and step.head is None)
             )
@@ -263,20 +259,23 @@ class Search(NamedTuple):
         count_reason(str(error))
         self.ready.store.note(Shape.of(self.prompt, self.rules, way), str(error))
 
+    @property
+    def _needs_logits(self) -> bool:
+        """Whether something else than processors needs the logits of a step."""
+        is_asked_for = any(each is not None for each in KeptOutputs.asked_for(self.config))
+        return bool(self.config.do_sample or self.criteria.read_text or self.topk is not None or is_asked_for)
+
     def _head_alone(self) -> Head | None:
         """The LM head, if steps that are not kept are to choose from hidden states; None where they need logits."""
         rules, head = self.rules, self.ready.head
-        needs_logits = (
+        reads_logits = (
             self.plan.processors
-            or self.criteria.read_text
-            or self.config.do_sample
-            or self.topk is not None
-            or any(each is not None for each in KeptOutputs.asked_for(self.config))
+            or self._needs_logits
             # A model may keep what it has prepared as attributes of the twin, which the twin without a head does not have.
             or self.prompt.inputs is not None
         )
         rows = len(self.prompt.ids) * rules.beams
-        if head is None or needs_logits or not head.is_quicker(rows):
+        if head is None or reads_logits or not head.is_quicker(rows):
             return None
         return head if head.serves(rows, 1 if rules.beams == 1 else rules.kept) else None
 
