@@ -12,7 +12,8 @@ tensors and graphs of a shape are dropped.
 
 A captured shape has three kinds of step. One does the forward pass and the choice of tokens. The second does the same, and chooses among
 the tokens of a mask. The third does the forward pass alone, for calls with other processors, with sampling or with scores to be returned.
-On a CPU there is the third alone. To compile the choice takes as long as two layers, and a step gains less than a tenth by it.
+On a CPU there is the third alone. With the choice, code took 1.4 times as long to compile, and was another for each kind of choice; steps
+took 1.65 and 3.33 ms, greedy and with 4 beams, not 1.85 and 3.65 (two threads of a shared Xeon, Llama of 2 layers, 32,000 tokens).
 """
 
 from __future__ import annotations
