@@ -65,6 +65,8 @@ def test_calls_that_compile_nothing(model, traced, caplog):
         {"early_stopping": True},
         {"early_stopping": "never"},
         {"eos_token_id": [1, 2, 3, 4]},
+        {"output_scores": True},
+        {"repetition_penalty": 1.5},
     ]
     with torch.compiler.set_stance("fail_on_recompile"):
         for batch, length, most in lengths:
@@ -75,6 +77,9 @@ def test_calls_that_compile_nothing(model, traced, caplog):
     store = entry._ready.get(model).store
     assert [(shape.batch, shape.prompt) for shape in store._kept] == [(2, 24), (4, 48), (3, 16), (2, 16)]
     assert len(store._codes) == 1
+    # To read all of a tensor, inductor needs other code.
+    for step in store._kept.values():
+        assert all(layer.keys.shape[2] > step.decoder._places.end for layer in step.decoder._layers)
 
 
 def assert_not_compiled(model, reason, **options):
@@ -119,6 +124,18 @@ def test_weights_are_inputs_of_the_code_where_a_user_freezes_them(output_scores,
     with config.patch(freezing=True):
         assert_compiled(model, inputs_for(model, 2), output_scores=output_scores)
         assert config.freezing and not held
+
+
+def test_a_compiler_that_does_not_know_the_best_instructions_of_the_cpu(model, monkeypatch):
+    from torch._inductor import config
+
+    def compile(graph, inputs):
+        if config.cpp.vec_isa_ok:
+            raise RuntimeError("C++ compile error")
+        return graph
+
+    monkeypatch.setattr(compiled, "_inductor", compile)
+    assert_compiled(model, inputs_for(model, 2))
 
 
 @pytest.mark.parametrize("output_scores", [False, *also(True)])

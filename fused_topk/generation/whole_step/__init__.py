@@ -27,7 +27,7 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
     plan, choosing       the call's processors, and the choice from logits
     given_cache          a cache of transformers that a call goes on with, or leaves for the next call
     room                 for how many new tokens there is room, which grows
-    shape, kept, store, compiled, graphs    steps for later calls of the same shape: captured as CUDA graphs, or compiled whole
+    shape, kept, store, compiled, graphs    steps for later calls of the same shape: captured as CUDA graphs, or compiled
     beams, texts, search, results    the state of a search, the loops, and what is returned
     draws                what stock generate() would draw, from the user's generator
 

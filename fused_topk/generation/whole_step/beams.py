@@ -6,12 +6,13 @@ Scores are those of transformers' beam search. Of equal scores the smaller index
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from . import graphs
 
 # The score of what does not count. As in transformers it is added to other scores, so that sums compare as they do there.
 VOID = -1.0e9
@@ -65,12 +66,6 @@ class Beams(NamedTuple):
     is_ended: Tensor  # bool [batch, beams]: whether there is one at this place of `ended`
     may_improve: Tensor  # bool [batch, 1]
     goes_on: Tensor  # bool []
-
-    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """See :meth:`Decoder.sizes_that_vary`."""
-        for scores, tokens, parents in (self.running, self.ended):
-            yield from ((scores, (0,)), (tokens, (0, 2)), (parents, (0, 2)))
-        yield from ((self.is_ended, (0,)), (self.may_improve, (0,)))
 
     def with_room(self, room: int) -> Beams:
         running, ended = self.running.with_room(room), self.ended.with_room(room)
@@ -142,27 +137,29 @@ def choose(
     """
     count = beams.running.scores.shape[1]
     parent, token = indices // vocab_size, indices % vocab_size
-    tokens, parents = (_rows(each, parent) for each in beams.running[1:])
-    continued = Hypotheses(
-        scores, tokens.index_copy_(2, step, token[..., None]), parents.index_copy_(2, step, parent[..., None])
-    )
     # Not torch.isin, which for many end tokens waits for the device.
     has_ended = (token.unsqueeze(-1) == constants.ends).any(-1) | are_last
-    going_on = continued._replace(scores=scores + _void(has_ended))
-    running = going_on.pick(_order(going_on.scores)[:, :count])
-
-    # The best of the texts that had ended, and of those that end now and are among the best continuations.
     length = _divisor(step + 1, constants.length_penalty)
-    ends_now = has_ended & constants.is_best
-    is_full = beams.is_ended.all(1, keepdim=True) & constants.stops_early
-    final = scores / length + _void(is_full) + _void(~beams.may_improve) + _void(~ends_now)
-    both = Hypotheses(
-        torch.cat([beams.ended.scores, final], 1),
-        *(torch.cat(pair, 1) for pair in zip(beams.ended[1:], continued[1:], strict=True)),
-    )
-    chosen = _order(both.scores)[:, :count]
-    ended = both.pick(chosen)
-    is_ended = torch.cat([beams.is_ended, ends_now], 1).gather(1, chosen)
+    # Most steps end no text, and need half of the operations. On a GPU a look would wait for the device.
+    if not graphs.is_cuda(has_ended.device) and not bool(has_ended.any()):
+        order = _order(scores)[:, :count]
+        running = _continued(beams, scores.gather(1, order), parent.gather(1, order), token.gather(1, order), step)
+        ended, is_ended = beams.ended, beams.is_ended
+    else:
+        continued = _continued(beams, scores, parent, token, step)
+        going_on = continued._replace(scores=scores + _void(has_ended))
+        running = going_on.pick(_order(going_on.scores)[:, :count])
+        # The best of the texts that had ended, and of those that end now and are among the best continuations.
+        ends_now = has_ended & constants.is_best
+        is_full = beams.is_ended.all(1, keepdim=True) & constants.stops_early
+        final = scores / length + _void(is_full) + _void(~beams.may_improve) + _void(~ends_now)
+        both = Hypotheses(
+            torch.cat([beams.ended.scores, final], 1),
+            *(torch.cat(pair, 1) for pair in zip(beams.ended[1:], continued[1:], strict=True)),
+        )
+        chosen = _order(both.scores)[:, :count]
+        ended = both.pick(chosen)
+        is_ended = torch.cat([beams.is_ended, ends_now], 1).gather(1, chosen)
 
     hoped = torch.where(constants.expects_longest, constants.longest, length)
     worst_ended = torch.where(is_ended, ended.scores.amin(1, keepdim=True), VOID)
@@ -170,6 +167,13 @@ def choose(
     is_done = constants.stops_early & is_ended.all()
     goes_on = may_improve.any() & ~has_ended.all() & ~is_done
     return Beams(running, ended, is_ended, may_improve, goes_on)
+
+
+def _continued(beams: Beams, scores: Tensor, parent: Tensor, token: Tensor, step: Tensor) -> Hypotheses:
+    """The running texts [batch, n], each with a token more."""
+    tokens, parents = (_rows(each, parent) for each in beams.running[1:])
+    tokens.index_copy_(2, step, token[..., None])
+    return Hypotheses(scores, tokens, parents.index_copy_(2, step, parent[..., None]))
 
 
 def _void(does_not_count: Tensor) -> Tensor:

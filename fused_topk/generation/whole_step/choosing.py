@@ -103,14 +103,28 @@ class Choices(NamedTuple):
             are_last = are_last | self._ends(text, indices, width, kept)
         return beams.choose(state, constants, totals, indices, width, now, are_last)
 
-    def by_head(self, head: Head, state: Any, constants: Any, hidden: Tensor, step: int, place: Place) -> Any:
-        """The same from hidden states [rows, H], in a call in which nothing else reads logits."""
+    def by_head(
+        self,
+        head: Head,
+        state: Any,
+        constants: Any,
+        hidden: Tensor,
+        step: int,
+        place: Place,
+        mask: Tensor | None = None,
+    ) -> Any:
+        """The same from hidden states [rows, H], in a call in which nothing else reads logits.
+
+        Args:
+            mask: int32 [batch, beams, W], or [batch, W] without beams: which tokens may come next; None for all.
+        """
         now, are_last = place
         if step == 0 and self.rules.beams > 1:
             hidden = hidden.repeat_interleave(self.rules.beams, 0)
         if self.rules.beams == 1:
-            return texts.choose_tokens(state, constants, head.greatest(hidden, None), now, are_last)
-        scores, indices = head.continuations(hidden, state.running.scores, self.rules.kept, None)
+            return texts.choose_tokens(state, constants, head.greatest(hidden, mask), now, are_last)
+        mask = None if mask is None else mask.flatten(0, 1)
+        scores, indices = head.continuations(hidden, state.running.scores, self.rules.kept, mask)
         if _has_nan(scores):
             raise Declined("NaN among the scores")
         return beams.choose(state, constants, scores, indices, head.vocab_size, now, are_last)

@@ -7,6 +7,7 @@ back the memory that it has taken to compile.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import types
 import weakref
@@ -53,15 +54,26 @@ class Code:
 
     def run(self, args: tuple[Any, ...]) -> tuple[Any, Callable[..., Any], tuple[Any, ...], Any]:
         """What the function returns, and the piece that computed it, with its inputs and all its outputs."""
-        from torch._inductor import config
-
-        # Weights are inputs of the code, also where a user asks for frozen ones: they may change in place.
-        with self._lock, config.patch(freezing=False):
-            result = self._call(*args)
+        with self._lock:
+            try:
+                result = self._called(args, {"cpp.vec_isa_ok": True})
+            except Exception as error:
+                if "C++ compile error" not in str(error):
+                    raise
+                # The compiler may not know all instructions of this CPU. So inductor tries each set, which takes seconds.
+                vars(importlib.import_module("torch._inductor.cpu_vec_isa"))["valid_vec_isa_list"].cache_clear()
+                result = self._called(args, {})
             if self._ran is None:
                 raise RuntimeError("torch.compile is switched off (TORCH_COMPILE_DISABLE, set_stance), or has given up")
             ran, self._ran = self._ran, None
         return result, *ran
+
+    def _called(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        from torch._inductor import config
+
+        # Weights are inputs of the code, also where a user asks for frozen ones: they may change in place.
+        with config.patch({"freezing": False, **options}):
+            return self._call(*args)
 
 
 class Codes:
@@ -102,14 +114,12 @@ class OneGraph:
         self._code, self._args = code, args
         self._piece: Callable[..., Any] | None = None
         self._inputs: tuple[Any, ...] = ()
-        # Which of the piece's outputs the function returns; None for none.
-        self._returned: int | None = None
+        # Which of the piece's outputs the function returns.
+        self._returned = 0
 
     def __call__(self) -> Any:
         if self._piece is not None:
-            outputs = self._piece(*self._inputs)
-            return None if self._returned is None else outputs[self._returned]
+            return self._piece(*self._inputs)[self._returned]
         result, self._piece, self._inputs, outputs = self._code.run(self._args)
-        if result is not None:
-            self._returned = next(i for i, output in enumerate(outputs) if output is result)
+        self._returned = next(i for i, output in enumerate(outputs) if output is result)
         return result

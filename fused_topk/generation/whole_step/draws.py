@@ -37,7 +37,7 @@ def noise(rows: int, columns: int, device: torch.device, places: Tensor | None =
 
 def _exponential(uniform: Tensor) -> Tensor:
     """The same numbers as exponential_(), whose logarithms a CPU computes in parallel: 0.67 ms for 128,256 of them, not 2.8."""
-    return uniform.neg_().log1p_().neg_().float()
+    return uniform.neg_().log1p_().float().neg_()
 
 
 @functools.cache

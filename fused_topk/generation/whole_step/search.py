@@ -117,23 +117,22 @@ class Search(NamedTuple):
     def _run_kept(self, way: Way) -> Any:
         ready, shape = self.ready, Shape.of(self.prompt, self.rules, way)
         with ready.store.step(ready.twin, ready.head, shape, self.group) as step:
-            kept = KeptOutputs.asked_for(self.config)
             # A step with a mask, which follows the texts from the first new token on.
             constraint = self.plan.constraint
             if constraint is not None and constraint.begin_index > self.prompt.ids.shape[1]:
                 constraint = None
             reads_logits = (
                 len(self.plan.processors) > (constraint is not None)
-                or self.config.do_sample
-                or self.criteria.read_text
-                or self.topk is not None
-                or any(each is not None for each in kept)
+                or self._needs_logits
                 # A step without the LM head chooses on each process by itself.
                 or (self.group is not None and step.head is None)
             )
-            if reads_logits:
-                return self._run(step, way, most_room(self.rules))
-            return self._run_at_once(step, way, constraint)
+            if way.is_captured and not reads_logits:
+                return self._run_at_once(step, way, constraint)
+            head, walk = None if way.is_captured else step.head, None
+            if head is not None and constraint is not None and not reads_logits:
+                walk = Walk(constraint, self.prompt.ids, self.rules.beams, head.vocab_size)
+            return self._run(step, way, most_room(self.rules), head, reads_logits, walk)
 
     def _run_at_once(self, step: KeptStep, way: Way, constraint: Any) -> Any:
         ids, rules = self.prompt.ids, self.rules
@@ -178,11 +177,21 @@ class Search(NamedTuple):
 
     # The forward pass and the choice apart.
 
-    def _run(self, reader: Decoder | KeptStep, way: Way | None, most: int, head: Head | None = None) -> Any:
+    def _run(
+        self,
+        reader: Decoder | KeptStep,
+        way: Way | None,
+        most: int,
+        head: Head | None = None,
+        reads_logits: bool = False,
+        walk: Walk | None = None,
+    ) -> Any:
         """Args:
         way: how the forward pass runs.
         most: for how many new tokens there may be room.
-        head: the LM head that chooses, from hidden states that the reader gives in place of logits; None for a choice from logits.
+        head: the LM head, where the reader gives hidden states in place of logits. A kept step gives a prompt's logits all the same.
+        reads_logits: whether the choice needs logits where there is a head.
+        walk: gives the masks of the choices of a head after the first; None where there are none.
         """
         ids, rules = self.prompt.ids, self.rules
         length = ids.shape[1]
@@ -197,10 +206,14 @@ class Search(NamedTuple):
         for step in range(rules.room):
             ends_now = self.criteria.end_all(ids, length + step + 1)
             place = Place.of(step, ends_now, ids.device)
-            if head is None:
+            is_logits = head is None or (step == 0 and way is not None)
+            if head is not None and not is_logits and reads_logits:
+                logits, is_logits = head.module(logits), True
+            if head is None or is_logits:
                 after = choices.after(state, constants, logits, ids, step, place, kept)
             else:
-                after = choices.by_head(head, state, constants, logits, step, place)
+                mask = None if walk is None else walk.mask_after(state, step - 1)
+                after = choices.by_head(head, state, constants, logits, step, place, mask)
             if is_late:
                 steps += state.goes_on
                 after = unless_over(state, after)
@@ -246,20 +259,23 @@ class Search(NamedTuple):
         count_reason(str(error))
         self.ready.store.note(Shape.of(self.prompt, self.rules, way), str(error))
 
+    @property
+    def _needs_logits(self) -> bool:
+        """Whether something else than processors needs the logits of a step."""
+        is_asked_for = any(each is not None for each in KeptOutputs.asked_for(self.config))
+        return bool(self.config.do_sample or self.criteria.read_text or self.topk is not None or is_asked_for)
+
     def _head_alone(self) -> Head | None:
         """The LM head, if steps that are not kept are to choose from hidden states; None where they need logits."""
         rules, head = self.rules, self.ready.head
-        needs_logits = (
+        reads_logits = (
             self.plan.processors
-            or self.criteria.read_text
-            or self.config.do_sample
-            or self.topk is not None
-            or any(each is not None for each in KeptOutputs.asked_for(self.config))
+            or self._needs_logits
             # A model may keep what it has prepared as attributes of the twin, which the twin without a head does not have.
             or self.prompt.inputs is not None
         )
         rows = len(self.prompt.ids) * rules.beams
-        if head is None or needs_logits or not head.is_quicker(rows):
+        if head is None or reads_logits or not head.is_quicker(rows):
             return None
         return head if head.serves(rows, 1 if rules.beams == 1 else rules.kept) else None
 

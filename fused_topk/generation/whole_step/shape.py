@@ -64,11 +64,11 @@ class Shape(NamedTuple):
     def of_code(self) -> Shape:
         """The same for all shapes that share compiled code. A size of 1 needs other code; all greater sizes share it."""
         source = None if self.source is None else min(self.source, 2)
-        return self._replace(batch=min(self.batch, 2), prompt=min(self.prompt, 2), source=source)
+        return self._replace(batch=min(self.batch, 2), prompt=min(self.prompt, 2), source=source, kept=0)
 
     def of_layers(self) -> Shape:
         """The same for all shapes whose layers share compiled code."""
-        return self.of_code()._replace(beams=min(self.beams, 2), kept=0)
+        return self.of_code()._replace(beams=min(self.beams, 2))
 
 
 def most_room(rules: Rules) -> int:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,10 +18,6 @@ class Texts(NamedTuple):
     tokens: Tensor  # int64 [batch, room]
     has_ended: Tensor  # bool [batch]
     goes_on: Tensor  # bool []
-
-    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """See :meth:`Decoder.sizes_that_vary`."""
-        yield from ((self.tokens, (0, 1)), (self.has_ended, (0,)))
 
     def with_room(self, room: int) -> Texts:
         return Texts(F.pad(self.tokens, (0, room - self.tokens.shape[1])), self.has_ended, self.goes_on)
