@@ -184,7 +184,8 @@ def works_of_shapes(names: list[str], device: torch.device, dtype: torch.dtype) 
         inputs = random_prompts(shape.config.vocab_size, shape.batch, shape.prompt, device)
         yield Work(name, model, inputs, shape.options, shape.new_tokens)
         del model
-        # Models refer to themselves, and would count as memory of the next shape.
+        # Models refer to themselves, and compiled code to its model. They would count as memory of the next shape.
+        torch.compiler.reset()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -90,7 +90,7 @@ def measure(ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: i
     """The calls of each way, in turns. A way that raises is left out, but for stock."""
     found: dict[str, Calls] = {}
     sequences: dict[str, Tensor] = {}
-    # The weights, and what compiled code holds of an earlier model.
+    # The weights, and whatever else is there.
     held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     stats(reset=True)
     for way, generate in ways.items():
