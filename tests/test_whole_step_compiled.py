@@ -127,15 +127,27 @@ def test_weights_are_inputs_of_the_code_where_a_user_freezes_them(output_scores,
 
 
 def test_a_compiler_that_does_not_know_the_best_instructions_of_the_cpu(model, monkeypatch):
-    from torch._inductor import config
+    """Inductor finds that out in the second attempt, and whenever a user compiles later."""
+    from torch._inductor import config, cpu_vec_isa
+
+    tried = []
+    best = cpu_vec_isa.VecAVX512()
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [best])
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda *args: tried.append(config.cpp.vec_isa_ok))
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
     def compile(graph, inputs):
-        if config.cpp.vec_isa_ok:
+        cpu_vec_isa.valid_vec_isa_list()
+        if best:
             raise RuntimeError("C++ compile error")
         return graph
 
     monkeypatch.setattr(compiled, "_inductor", compile)
+    type(best).__bool__.cache_clear()
     assert_compiled(model, inputs_for(model, 2))
+    assert None in tried
+    type(best).__bool__.cache_clear()
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
 @pytest.mark.parametrize("output_scores", [False, *also(True)])
