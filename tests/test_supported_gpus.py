@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GPUs the CUDA backend serves, and what becomes of tensors on the others. Needs no GPU."""
 
-import json
 import re
 from pathlib import Path
 
@@ -65,8 +64,6 @@ def test_info_says_which_gpu_has_no_kernels(gpus):
     assert shown.exit_code == 0, shown.output
     assert re.search(r"no kernels: GPU 0 has compute capability 7\.0, for which NVRTC", " ".join(shown.output.split()))
     assert shown.output.count("no kernels:") == 1
-    found = json.loads(invoke("info", "--json").output)
-    assert "7.0" in found["gpus"][0]["problem"] and found["gpus"][1]["problem"] is None
 
 
 def test_a_gpu_that_does_not_answer_is_a_cause(gpus, monkeypatch):

@@ -128,12 +128,15 @@ def test_weights_are_inputs_of_the_code_where_a_user_freezes_them(output_scores,
 
 def test_a_compiler_that_does_not_know_the_best_instructions_of_the_cpu(model, monkeypatch):
     """Inductor finds that out in the second attempt, and whenever a user compiles later."""
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import cpu_vec_isa
 
     tried = []
     best = cpu_vec_isa.VecAVX512()
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [best])
-    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda *args: tried.append(config.cpp.vec_isa_ok))
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda *args: False)
+    monkeypatch.setattr(
+        cpu_vec_isa.VecISA, "_VecISA__bool__impl", lambda self, is_ok: tried.append(is_ok) or bool(is_ok)
+    )
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
     def compile(graph, inputs):
