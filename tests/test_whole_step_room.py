@@ -89,10 +89,11 @@ def test_what_is_held_follows_what_is_written(way, monkeypatch):
     model, inputs = copy.deepcopy(family("Llama")), inputs_for(family("Llama"), 2, 16)
     prompt = model.generate(**inputs, num_beams=3, do_sample=False, max_new_tokens=2, eos_token_id=None)
     is_eager = not way
+    # The last token is not read. Compiled code has a spare place.
     cases = (
-        (5, None, 4 if is_eager else 15),
-        (60, [*range(5, 90)], 16 if is_eager else 15),
-        (60, None, 59 if is_eager else 63),
+        (5, None, 4 if is_eager else 16),
+        (60, [*range(5, 90)], 16),
+        (60, None, 59 if is_eager else 64),
     )
     for most, ends, places in cases:
         held.clear()
