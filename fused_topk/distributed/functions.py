@@ -19,14 +19,16 @@ from ..arguments import (
     check_normalize,
 )
 from ..operators import merging, row_topk
+from ..operators.dispatch import is_seen_by_torch
 from ..problem import TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows
 from ..rows import LogitRows
 from ..scale import Scale
 from ..tracing import is_traced
 from .collective import check, exchange, group_of, headers
-from .packing import Header, Packing, Parts
+from .packing import Header, Packing, Parts, header_words
 
+_row_topk = torch.ops.fused_topk.row_topk.default
 _NO_TOKEN = -1
 
 
@@ -218,14 +220,29 @@ def gather_states(
     group = group_of(group)
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_backend(backend)
-    logits = rows.logits
-    length = logits.shape[-1]
-    state = _state(rows, k, min(k, length), normalize, backend)
-    detached = TopK(*(x.detach() for x in state))
-    parts, tails, vocab_size = _exchanged(detached, length, normalize, group, tail, others, of_row)
-    if torch.is_grad_enabled() and logits.requires_grad:
+    local_logits = rows.logits
+    length, device = local_logits.shape[-1], local_logits.device
+    packing = Packing(tuple(local_logits.shape[:-1]), k, local_logits.dtype, 0 if tail is None else tail.nbytes)
+    header = Header.of(length, k, packing.rows, local_logits.dtype, normalize, _beside(tail, others))
+    held = min(k, length)
+    has_gradient = torch.is_grad_enabled() and local_logits.requires_grad
+    state = None
+    if has_gradient or is_seen_by_torch(*rows.tensors()):
+        state = _state(rows, k, held, normalize, backend)
+        buffer = packing.packed(header, TopK(*(x.detach() for x in state)), tail)
+    else:
+        buffer = torch.empty(packing.words, dtype=torch.int64, device=device)
+        buffer[:2].copy_(header_words(header, buffer))
+        write_state(rows, held, normalize, backend, packing.state(buffer))
+        if tail is not None:
+            packing.tails(buffer.unsqueeze(0))[0].copy_(tail.contiguous().view(-1).view(torch.uint8))
+    everywhere = exchange(buffer, header, group)
+    parts = packing.parts(everywhere)
+    tails = None if tail is None else _tails(everywhere, packing, tail)
+    if state is not None and has_gradient:
         parts = _with_own(parts, dist.get_rank(group), state)
-    return Gathered(parts, rows.scale(), tails, vocab_size)
+
+    return Gathered(parts, rows.scale(), tails, _vocab_size(everywhere, k, length, of_row))
 
 
 def exchange_state(
@@ -233,35 +250,30 @@ def exchange_state(
 ) -> tuple[Parts, Tensor | None]:
     """Exchanges a given state of `length` tokens, and a tail as for gather_states(). state: the logits (..., k), their tokens,
     counted from the process's first one, and (m, d) (2, ...)."""
-    parts, tails, _ = _exchanged(state, length, normalize, group, tail)
-    return parts, tails
-
-
-def _exchanged(
-    state: TopK,
-    length: int,
-    normalize: str,
-    group: Any,
-    tail: Tensor | None,
-    others: tuple[Any, ...] = (),
-    of_row: int | None = 1,
-) -> tuple[Parts, Tensor | None, int | None]:
-    """The states of all processes, their tails, and the size of the whole vocabulary, as :class:`Gathered` has them."""
     *leading, k = state.indices.shape
-    dtype, beside = state.values.dtype, None
+    dtype = state.values.dtype
     packing = Packing(tuple(leading), k, dtype, 0 if tail is None else tail.nbytes)
-    if tail is not None:
-        # The values that the header compares. A GPU's header is not read in each call, and one with new values would have to be
-        # copied to the GPU.
-        is_read = tail.device.type == "cpu" and not is_traced()
-        beside = (tuple(tail.shape), str(tail.dtype), *others) if is_read else ()
-    header = Header.of(length, k, packing.rows, dtype, normalize, beside)
+    header = Header.of(length, k, packing.rows, dtype, normalize, _beside(tail))
     everywhere = exchange(packing.packed(header, state, tail), header, group)
-    tails = None if tail is None else packing.tails(everywhere).view(tail.dtype).view(len(everywhere), *tail.shape)
-    return packing.parts(everywhere), tails, _vocab_size(everywhere, k, length, of_row)
+    _vocab_size(everywhere, k, length)
+    return packing.parts(everywhere), None if tail is None else _tails(everywhere, packing, tail)
 
 
-def _vocab_size(everywhere: Tensor, k: int, length: int, of_row: int | None) -> int | None:
+def _beside(tail: Tensor | None, others: tuple[Any, ...] = ()) -> tuple[Any, ...] | None:
+    """The values that the header compares of a tail and of `others`. None: there is no tail."""
+    if tail is None:
+        return None
+    # A GPU's header is not read in each call, and a header with new values would have to be copied to the GPU.
+    is_read = tail.device.type == "cpu" and not is_traced()
+    return (tuple(tail.shape), str(tail.dtype), *others) if is_read else ()
+
+
+def _tails(everywhere: Tensor, packing: Packing, tail: Tensor) -> Tensor:
+    """(processes, *shape of the tail)."""
+    return packing.tails(everywhere).view(tail.dtype).view(len(everywhere), *tail.shape)
+
+
+def _vocab_size(everywhere: Tensor, k: int, length: int, of_row: int | None = 1) -> int | None:
     """The vocab_size of :class:`Gathered`. Where it reads the headers of the processes, it also compares them."""
     # Reading headers waits for a GPU, so it is done only where k may exceed the vocabulary. is_traced() is asked first, because
     # torch.compile does not trace the question about a capture.
@@ -288,8 +300,7 @@ def _state(rows: LogitRows, k: int, held: int, normalize: str, backend: str | No
             torch.full((*leading, k), _NO_TOKEN, device=local_logits.device),
             torch.stack((sums - torch.inf, sums)),
         )
-    state = row_topk.row_topk(rows, held, "state", normalize, backend)
-    return state if held == k else padded(state, k)
+    return padded(TopK(*_row_topk(*rows, held, "state", normalize, backend)), k)
 
 
 def padded(state: TopK, k: int) -> TopK:
@@ -298,6 +309,20 @@ def padded(state: TopK, k: int) -> TopK:
     pad = torch.nn.functional.pad
     missing = (0, k - best.shape[-1])
     return TopK(pad(best, missing, value=-torch.inf), pad(indices, missing, value=_NO_TOKEN), normalizer)
+
+
+def write_state(rows: LogitRows, held: int, normalize: str, backend: str | None, out: TopK) -> None:
+    """Writes the state of this process's columns into the tensors of a buffer."""
+    best, indices, normalizer = out
+    if held < indices.shape[-1]:
+        best.fill_(-torch.inf)
+        indices.fill_(_NO_TOKEN)
+    if held == 0:
+        normalizer[0].fill_(-torch.inf)
+        normalizer[1].zero_()
+        return
+    written = TopK(best[..., :held], indices[..., :held], normalizer)
+    row_topk.run_into(*rows, held, "state", normalize, backend, *written)
 
 
 def _with_own(parts: Parts, rank: int, own: TopK) -> Parts:

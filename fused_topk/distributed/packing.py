@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffer that each process sends: a header, then every row's m, every row's d, then every row's tokens, then their logits.
 
-A caller may add bytes of its own at the end: the tail. Each piece is contiguous. So the kernels read the states of the other
-processes where the collective leaves them.
+A caller may add bytes of its own at the end: the tail. Each piece is contiguous. So the kernels write a process's state directly into
+its buffer, and read the states of the other processes where the collective leaves them.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ class Packing(NamedTuple):
     def rows(self) -> int:
         return torch.Size(self.leading).numel()
 
+    @property
+    def words(self) -> int:
+        """How many words a process's buffer has."""
+        return self._ends()[-1]
+
     def _ends(self) -> tuple[int, int, int, int, int]:
         """Where the header, (m, d), the tokens, the logits and the tail end, in words."""
         entries = self.rows * self.k
@@ -79,27 +84,35 @@ class Packing(NamedTuple):
         logits = normalizer + entries + -(-entries * self.dtype.itemsize // _WORD)
         return _HEADER_WORDS, normalizer, normalizer + entries, logits, logits + -(-self.tail // _WORD)
 
+    def state(self, buffer: Tensor) -> TopK:
+        """Views of a buffer (words,): the logits, the tokens and (m, d) of one process."""
+        one = self._views(buffer.unsqueeze(0))
+        return TopK(*(x.squeeze(0) for x in one))
+
     def parts(self, buffers: Tensor) -> Parts:
         """Views of all buffers (processes, words)."""
-        header, normalizer, indices, logits, _ = self._ends()
-        entries, count = self.rows * self.k, buffers.shape[0]
-        numbers = buffers[:, header:normalizer].view(result_dtype(self.dtype)).view(count, 2, *self.leading)
-        elements = buffers[:, indices:logits].view(self.dtype)[:, :entries]
-        return Parts(
-            elements.view(count, *self.leading, self.k),
-            buffers[:, normalizer:indices].view(count, *self.leading, self.k),
-            numbers.select(1, 0),
-            numbers.select(1, 1),
-            headers_of(buffers)[:, 0],
-        )
+        logits, indices, normalizer = self._views(buffers)
+        lengths = headers_of(buffers)[:, 0]
+        return Parts(logits, indices, normalizer.select(1, 0), normalizer.select(1, 1), lengths)
 
     def tails(self, buffers: Tensor) -> Tensor:
         """The tails of all buffers, uint8 (processes, bytes)."""
         *_, logits, tail = self._ends()
         return buffers[:, logits:tail].view(torch.uint8)[:, : self.tail]
 
+    def _views(self, buffers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        header, normalizer, indices, logits, _ = self._ends()
+        entries, count = self.rows * self.k, buffers.shape[0]
+        numbers = buffers[:, header:normalizer].view(result_dtype(self.dtype))
+        elements = buffers[:, indices:logits].view(self.dtype)[:, :entries]
+        return (
+            elements.view(count, *self.leading, self.k),
+            buffers[:, normalizer:indices].view(count, *self.leading, self.k),
+            numbers.view(count, 2, *self.leading),
+        )
+
     def packed(self, header: Header, state: TopK, tail: Tensor | None = None) -> Tensor:
-        """A new buffer (words,) that holds a state."""
+        """A new buffer (words,) that holds a state: for traced code, which writes into no view."""
         logits, indices, normalizer = state
         pieces = [normalizer.flatten().view(torch.int64), indices.flatten(), _as_words(logits)]
         if tail is not None:
@@ -108,9 +121,8 @@ class Packing(NamedTuple):
 
 
 def _as_words(tensor: Tensor) -> Tensor:
-    flat, padding = tensor.flatten(), -tensor.nbytes % _WORD // tensor.itemsize
-    # In traced code the padding may be symbolic.
-    return (torch.nn.functional.pad(flat, (0, padding)) if is_traced() or padding else flat).view(torch.int64)
+    padding = -tensor.nbytes % _WORD // tensor.itemsize
+    return torch.nn.functional.pad(tensor.flatten(), (0, padding)).view(torch.int64)
 
 
 def headers_of(buffers: Tensor) -> Tensor:
