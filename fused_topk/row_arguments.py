@@ -130,7 +130,8 @@ def is_plain(value: Any, logits: Tensor, dtype: torch.dtype, shape: Sequence[int
 
 def check_temperature(temperature: Any, logits: Tensor, dtype: torch.dtype) -> Scale:
     """The temperature of all rows, or that of each row with shape logits.shape[:-1]."""
-    number, of_rows = check_row_numbers("temperature", temperature, logits, dtype, TEMPERATURES)
+    best = "for the best token use k=1"
+    number, of_rows = check_row_numbers("temperature", temperature, logits, dtype, TEMPERATURES, remedy=best)
     if of_rows is None:
         return Scale(number)
     if temperature.requires_grad:
@@ -145,10 +146,11 @@ def check_row_numbers(
     dtype: torch.dtype,
     limits: tuple[float, float],
     or_zero: bool = False,
+    remedy: str = "clamp it",
 ) -> tuple[Any, Tensor | None]:
     """A number of all rows, or one a row: (the number, None), or (0, those of the rows (...), of `dtype`).
 
-    limits: the least and the greatest value. or_zero: whether 0 is allowed besides.
+    limits: the least and the greatest value. or_zero: whether 0 is allowed besides. remedy: for another number of all rows.
     """
     least, greatest = limits
     is_floating = dtype.is_floating_point
@@ -170,7 +172,7 @@ def check_row_numbers(
         )
     # Compared before it is converted: a float cannot hold every int.
     if not (least <= value <= greatest or (or_zero and value == 0)):
-        raise ValueError(f"`{name}` must {_rule(name, limits, or_zero)}, got {value}; clamp it")
+        raise ValueError(f"`{name}` must {_rule(name, limits, or_zero)}, got {value}; {remedy}")
     return float(value) if is_floating else int(value), None
 
 
