@@ -14,7 +14,7 @@
 // to shared memory, from the places that the table says. So a prompt's key is read from global memory once for the rows of a block.
 //
 // A text's keys are cut into parts, whose length depends on the text alone, and parts are merged in one order. So the same text gives
-// the same bits in every batch. A block has one part, or all of a row where there are rows enough for the GPU.
+// the same bits in every batch. A block has a part or two, or all of a row where there are rows enough for the GPU.
 #include "tile_product.cuh"
 
 namespace fused_topk {

@@ -65,7 +65,7 @@ def plan(
     """
     tiles = -(-beams * groups // ROWS)
     warps_in_rows = min(WARPS, 1 << (tiles - 1).bit_length())
-    own = dim if dim <= 128 else dim // 2
+    own = _own(dim)
     heads = batch * key_heads * (dim // own)
     rows_of_blocks = -(-tiles // warps_in_rows) * heads
     keys = _keys_of_part(places, beams * groups)
@@ -94,8 +94,12 @@ def resident_blocks(dim: int) -> int:
 
 def shared_bytes(dim: int) -> int:
     """Dynamic shared memory: the stages of a block."""
-    own = dim if dim <= 128 else dim // 2
-    return (1 if dim > 192 else 2) * 16 * WARPS * (2 * (dim + 8) + 2 * (own + 8) + 4)
+    return (1 if dim > 192 else 2) * 16 * WARPS * (2 * (dim + 8) + 2 * (_own(dim) + 8) + 4)
+
+
+def _own(dim: int) -> int:
+    """How many dimensions of the values a block has: kOwn there."""
+    return dim if dim <= 128 else dim // 2
 
 
 def _keys_of_part(places: int, rows: int) -> int:
