@@ -290,7 +290,11 @@ def test_calls_by_a_plan_and_without_one_draw_the_same(backend, monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"seed": 1, "generator": torch.Generator()}, "leave one out"), ({"counter": 1}, "without a `seed`")],
+    [
+        ({"seed": 1, "generator": torch.Generator()}, "leave one out"),
+        ({"counter": 1}, "without a `seed`"),
+        ({"counter": 0.0}, "without a `seed`"),
+    ],
 )
 def test_names_that_exclude_each_other(arguments, message):
     before = torch.random.get_rng_state()

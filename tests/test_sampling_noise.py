@@ -298,6 +298,7 @@ def test_the_plan_of_a_checked_request(backend):
         ({"seed": torch.ones(2, dtype=torch.int64)}, ValueError, "`seed` must be None where `noise` is given"),
         ({"generator": torch.Generator()}, ValueError, "`generator` must be None where `noise` is given"),
         ({"counter": 1}, ValueError, "`counter` must be 0 where `noise` is given, got 1"),
+        ({"counter": 0.0}, ValueError, "`counter` must be 0 where `noise` is given, got 0.0"),
         ({"num_samples": 2}, ValueError, "`num_samples` must be 1 where `noise` is given, got 2; leave it out"),
         ({"noise": torch.ones(10)}, ValueError, r"`noise` must have the shape of `logits`, \(2, 10\), got \(10,\)"),
         ({"noise": torch.ones(2, 10).double()}, TypeError, "`noise` must be float32, got torch.float64; use .float"),

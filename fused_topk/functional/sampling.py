@@ -21,6 +21,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -296,13 +297,13 @@ def _plain_rows(
 
 def _checked_noise(noise: Any, logits: Tensor, seed: Any, counter: Any, generator: Any, num_samples: int) -> Tensor:
     """The noise as :class:`SampleProblem` has it."""
-    for name, value, plain in (
-        ("seed", seed, None),
-        ("generator", generator, None),
-        ("counter", counter, 0),
-        ("num_samples", num_samples, 1),
+    for name, value, plain, is_given in (
+        ("seed", seed, None, seed is not None),
+        ("generator", generator, None, generator is not None),
+        ("counter", counter, 0, not _is_zero(counter)),
+        ("num_samples", num_samples, 1, num_samples != 1),
     ):
-        if isinstance(value, Tensor) or value != plain:
+        if is_given:
             raise ValueError(
                 f"`{name}` must be {plain} where `noise` is given, got {value}; leave it out: each draw needs noise of its own"
             )
@@ -318,6 +319,11 @@ def _checked_noise(noise: Any, logits: Tensor, seed: Any, counter: Any, generato
     return flat.contiguous()
 
 
+def _is_zero(value: Any) -> bool:
+    """Whether it is the int 0, of Python or of NumPy."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value == 0)
+
+
 def names_of(
     seed: int | Tensor | None, counter: int | Tensor, generator: torch.Generator | None, logits: Tensor
 ) -> tuple[_Of, _Of]:
@@ -327,7 +333,7 @@ def names_of(
             raise ValueError("`generator` must be None where a `seed` is given, got both; leave one out")
         of_seed = _numbers("seed", seed, logits, torch.int64, _SEEDS)
         return of_seed, _numbers("counter", counter, logits, torch.int64, _SEEDS)
-    if isinstance(counter, (bool, Tensor)) or counter != 0:
+    if not _is_zero(counter):
         raise ValueError("`counter` must be left out without a `seed`, got one; a generator counts by itself")
     if generator is not None:
         if not isinstance(generator, torch.Generator):
