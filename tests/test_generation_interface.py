@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from decoding import OPTIONS, inputs_for, one_thread, own_model, run, stats, tiny  # noqa: F401
+from fused_topk import generation
 from fused_topk.generation import disable, enable, fused_decoding
 
 
@@ -83,6 +84,8 @@ def test_options_are_checked(model):
             enable(model, **{gone: True})
         with pytest.raises(TypeError, match=f"`{gone}` is no argument of"), fused_decoding(model, **{gone: True}):
             pass
+    with pytest.raises(AttributeError, match="write `with fused_decoding"):
+        _ = generation.generate
 
 
 def test_generate_is_a_method_of_the_model(model):
