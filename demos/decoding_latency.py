@@ -134,7 +134,7 @@ def main(
             if peer and chosen and not work.options["do_sample"]:
                 of_beams = work.options["num_beams"]
                 runs[CTRANSLATE2] = whole_calls.with_ctranslate2(work.model, chosen.tokenizer, work.inputs, of_beams)
-            calls[work.name] = whole_calls.measure(runs, work.new_tokens, rounds, work.model)
+            calls[work.name] = whole_calls.measure(runs, work.new_tokens, rounds, place)
             if csv:
                 # After each, so that an interrupted run has what it found.
                 results.write(csv, records_of(calls, place))

@@ -86,12 +86,15 @@ def with_ctranslate2(model: Any, tokenizer: Any, inputs: dict[str, Tensor], beam
     return generate
 
 
-def measure(ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: int, model: Any) -> dict[str, Calls]:
-    """The calls of each way, in turns. A way that raises is left out, but for stock."""
+def measure(
+    ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: int, device: torch.device
+) -> dict[str, Calls]:
+    """The calls of each way, in turns, by a model on a device. A way that raises is left out, but for stock."""
     found: dict[str, Calls] = {}
     sequences: dict[str, Tensor] = {}
+    on_gpu = device.type == "cuda"
     # The weights, and whatever else is there.
-    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    held = torch.cuda.memory_allocated() if on_gpu else 0
     stats(reset=True)
     for way, generate in ways.items():
         try:
@@ -115,7 +118,7 @@ def measure(ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: i
         calls.first_token, whole = (statistics.median(each) for each in zip(*times[way], strict=True))
         calls.step = (whole - calls.first_token) / (new_tokens - 1)
         calls.share_of_same = share_of_same(sequences[way], sequences[STOCK])
-        if model.device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             ways[way](new_tokens)

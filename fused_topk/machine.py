@@ -7,6 +7,7 @@ import importlib
 import platform
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ def _nvrtc_version() -> str | None:
 
 def _gpus() -> dict[str, Any]:
     count = _or_cause(lambda: torch.cuda.is_available() and torch.cuda.device_count())
-    return {str(index): _gpu(index) for index in range(count)} if isinstance(count, int) and count else {"all": count}
+    if not isinstance(count, int) or not count:
+        return {"all": count}
+    return {str(index): _or_cause(partial(_gpu, index)) for index in range(count)}
 
 
 def _gpu(index: int) -> str:

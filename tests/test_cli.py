@@ -46,11 +46,14 @@ def test_info_says_where_kernels_are_kept(monkeypatch, tmp_path):
     assert re.search(rf"^  folder +{re.escape(str(tmp_path))}\n  kept +yes$", invoke("info").output, re.MULTILINE)
 
 
-def test_info_survives_a_broken_driver_and_a_missing_cache(monkeypatch, tmp_path):
-    def broken():
+@pytest.mark.parametrize("broken", ["is_available", "get_device_properties"])
+def test_info_survives_a_broken_driver_and_a_missing_cache(broken, monkeypatch, tmp_path):
+    def fails(*_):
         raise RuntimeError("CUDA driver initialization failed\nsee the log")
 
-    monkeypatch.setattr(torch.cuda, "is_available", broken)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, broken, fails)
     monkeypatch.setattr(backends, "available", lambda: {"reference": None})
     monkeypatch.setenv("FUSED_TOPK_CACHE_DIR", str(tmp_path / "nowhere"))
     result = invoke("info")

@@ -211,7 +211,7 @@ def test_whole_calls_end_with_the_cause_if_stock_generate_fails():
         raise ValueError("the model's own error")
 
     with pytest.raises(ValueError, match="the model's own error"):
-        whole_calls.measure({whole_calls.STOCK: fails, whole_calls.WHOLE: torch.ones}, 2, 1, model=None)
+        whole_calls.measure({whole_calls.STOCK: fails, whole_calls.WHOLE: torch.ones}, 2, 1, CPU)
 
 
 @pytest.mark.exhaustive
@@ -299,7 +299,9 @@ def test_demo_of_true_shapes(monkeypatch, tmp_path, threads):
     assert result.exit_code == 0, result.output
     assert "ran otherwise" not in result.output and result.output.count("100%") == 8
     records = results.read(tmp_path / "cost.csv")
-    assert {record.case for record in records} == {"beams", "drawn"} and min(r.value for r in records) > 0
+    assert {record.case for record in records} == {"beams", "drawn"}
+    # A step is a difference of two calls, which on a busy machine may be negative.
+    assert all(record.value > 0 for record in records if record.measure != "step")
 
 
 def test_true_shapes_have_the_sizes_that_their_names_say():
