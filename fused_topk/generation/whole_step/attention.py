@@ -21,7 +21,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ...backends import cuda_attention
 from ...operators.attention import step_attention
+from ...operators.operator import Operator
 from ...tracing import is_traced_by_dynamo
+from .compiled import is_in_code_of_a_cpu
 
 # The names of our two functions. PLAIN forms scores as transformers' function for `sdpa` does, which has no cap of the
 # scores. CAPPED forms them as all others do.
@@ -100,12 +102,11 @@ def capped(
     if unknown:
         raise ValueError(f"attention with {unknown[0]}")
     mask = attention_mask
-    rows, heads, length, dim = query.shape
-    batch, key_heads = key.shape[:2]
-    groups, beams = heads // key_heads, rows // batch
+    length = query.shape[2]
+    groups = query.shape[1] // key.shape[1]
     if not is_traced_by_dynamo() and (calls := _calls.get()) is not None:
         calls.append(AttentionCall(groups, sliding_window))
-    scale = dim**-0.5 if scaling is None else scaling
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if length > 1:
         key, value = (_repeated(each, groups) for each in (key, value))
         # Attention to a source is not causal.
@@ -120,17 +121,47 @@ def capped(
     if mask is not None and mask.shape[1] > 1:
         # The second mask is for layers with a window: see `ancestry.Mask`.
         mask = mask[:, -1:] if sliding_window is not None else mask[:, :1]
+    of_step = _of_step_as_one if is_in_code_of_a_cpu(query) else _of_step
+    return of_step(query, key, value, mask, scale, softcap, s_aux), None
+
+
+def _of_step(
+    query: Tensor,  # [rows, heads, 1, dim]
+    key: Tensor,  # [batch, key heads, places, dim]
+    value: Tensor,
+    mask: Tensor | None,  # [batch, 1, heads / key heads * beams, places that are looked at]
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # [heads]
+) -> Tensor:
+    """[rows, 1, heads, dim]."""
+    rows, heads, _, dim = query.shape
+    batch, key_heads = key.shape[:2]
+    groups, beams = heads // key_heads, rows // batch
     if beams == 1:
         # The same in fewer operations.
         query = query.reshape(batch, key_heads, groups, dim)
-        sink = None if s_aux is None else s_aux.view(key_heads, groups, 1)
-        return _weighted(query, key, value, mask, scale, softcap, sink, False).reshape(rows, 1, heads, -1), None
-    sink = None if s_aux is None else s_aux.view(key_heads, groups, 1, 1).expand(-1, -1, beams, -1).flatten(1, 2)
+        sink = None if sinks is None else sinks.view(key_heads, groups, 1)
+        return _weighted(query, key, value, mask, scale, softcap, sink, False).reshape(rows, 1, heads, -1)
+    sink = None if sinks is None else sinks.view(key_heads, groups, 1, 1).expand(-1, -1, beams, -1).flatten(1, 2)
     block = query.view(batch, beams, key_heads, groups, dim).permute(0, 2, 3, 1, 4)
     block = block.reshape(batch, key_heads, groups * beams, dim)
     found = _weighted(block, key, value, mask, scale, softcap, sink, False)
     found = found.view(batch, key_heads, groups, beams, -1).permute(0, 3, 1, 2, 4)
-    return found.reshape(rows, 1, heads, -1), None
+    return found.reshape(rows, 1, heads, -1)
+
+
+def _of_places(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *others: Any) -> Tensor:
+    """The same with keys and values of all places, of which those of the mask are looked at."""
+    end = key.shape[2] if mask is None else mask.shape[3]
+    return _of_step(query, key[:, :, :end], value[:, :, :end], mask, *others)
+
+
+_of_step_as_one = Operator(
+    "masked_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, float? softcap, Tensor? sinks) -> Tensor",
+    _of_places,
+    lambda query, key, value, *_: query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3]),
+)
 
 
 def _repeated(heads: Tensor, times: int) -> Tensor:

@@ -21,7 +21,9 @@ from torch import Tensor
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import CacheLayerMixin
 
+from ...operators.operator import Operator
 from ...tracing import is_traced_by_dynamo
+from .compiled import is_in_code_of_a_cpu
 
 # A layer that has a state in the place of keys. In older versions models with states make caches of their own.
 STATE_LAYER = getattr(cache_utils, "LinearAttentionLayer", None)
@@ -69,6 +71,7 @@ class Places:
         # How many tokens were read before the prompt that is read.
         self.num_past = 0
         self._of_step = torch.arange(beams, device=is_text.device) + is_text.shape[1]
+        # int64 [beams], where a step writes.
         self.written = self._of_step
         # As many numbers as there are new tokens with places that attention looks at.
         self._shown = is_text.new_empty(0, 0)
@@ -122,9 +125,13 @@ class Places:
         self._text_length.fill_(length)
         self._most = most
 
-    def begin_step(self, step: Tensor, shown: int) -> None:
-        """Args: see ancestry.Mask."""
-        self.written = self._of_step + step * self.beams
+    def written_by(self, step: Tensor) -> Tensor:
+        """Where a step writes, int64 [beams]. Args: see ancestry.Mask."""
+        return self._of_step + step * self.beams
+
+    def begin_step(self, step: Tensor, shown: int, written: Tensor) -> None:
+        """Args: see ancestry.Mask. written: of :meth:`written_by`."""
+        self.written = written
         self._shown = self._is_text.new_empty(shown, 0)
         if self._text_length is not None:
             length = self._text_length + step.squeeze(0)
@@ -206,6 +213,8 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.keys = self._with(self.keys, key_states)
         self.values = self._with(self.values, value_states)
         keys, values = self.keys, self.values
+        if is_in_code_of_a_cpu(keys):
+            return keys, values
         if places.is_kept or keys.shape[2] > places.end:
             keys, values = keys[:, :, : places.end], values[:, :, : places.end]
         return keys, values
@@ -213,11 +222,13 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _with(self, kept: Tensor, written: Tensor) -> Tensor:
         """The tensor `kept` with a new token of each beam. Args: written: [batch * beams, heads, 1, dim]."""
         places = self._places
-        if places.beams > 1:
-            _, heads, _, dim = written.shape
-            written = written.view(-1, places.beams, heads, dim).transpose(1, 2)
+        if is_in_code_of_a_cpu(kept):
+            _write_as_one(kept, written, places.written)
+            return kept
         if places.is_kept or kept.shape[2] >= places.end:
-            return kept.index_copy_(2, places.written, written)
+            _write(kept, written, places.written)
+            return kept
+        written = _of_beams(written, places.beams)
         # As transformers' caches do, and as quick: the new token is put behind all others.
         parts = [kept, written]
         spare = places.up_to(places.capacity) - places.end
@@ -262,6 +273,23 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     # As transformers 4 and 5.0 call it.
     get_max_cache_shape = get_max_length
+
+
+def _write(kept: Tensor, written: Tensor, places: Tensor) -> None:
+    """Writes a new token of each beam. Args: kept: of a layer. written: [batch * beams, heads, 1, dim]. places: int64 [beams]."""
+    kept.index_copy_(2, places, _of_beams(written, len(places)))
+
+
+# The same as one operation of torch.compile.
+_write_as_one = Operator("write_places(Tensor(a!) kept, Tensor written, Tensor places) -> ()", _write)
+
+
+def _of_beams(written: Tensor, beams: int) -> Tensor:
+    """[batch, heads, beams, dim] of [batch * beams, heads, 1, dim]."""
+    if beams == 1:
+        return written
+    _, heads, _, dim = written.shape
+    return written.view(-1, beams, heads, dim).transpose(1, 2)
 
 
 class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...tracing import is_traced_by_dynamo
+
 
 class Code:
     """The compiled code of a function, in one piece. It also serves other arguments, which may differ in the sizes that vary.
@@ -110,9 +112,20 @@ class Codes:
         return self._of.get(key) or self._of.setdefault(key, Code(function))
 
 
+def is_in_code_of_a_cpu(tensor: Tensor) -> bool:
+    """Whether compiled code of a CPU works with the tensor. There each operation that tells beams from batches is an operator of its
+    own, so the code is the same for any number of both."""
+    return is_traced_by_dynamo() and not tensor.is_cuda
+
+
 def let_vary(tensor: Tensor, dims: tuple[int, ...]) -> None:
     """Makes code that is compiled for the tensor serve any size of those dimensions, from 2 on."""
     torch._dynamo.maybe_mark_dynamic(tensor, dims)
+
+
+def hide(tensor: Tensor, dims: tuple[int, ...]) -> None:
+    """The same for dimensions, of any size, that nothing but operators looks at."""
+    torch._dynamo.decorators.mark_unbacked(tensor, dims)
 
 
 def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:

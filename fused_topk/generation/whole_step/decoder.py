@@ -14,6 +14,7 @@ from transformers.modeling_outputs import MoEModelOutput
 from .ancestry import Mask, Table
 from .attention import AttentionCall, reads_tables, watched
 from .cache import Length, Places, SharedPromptLayer, SourceLayer, state_layers
+from .compiled import hide, let_vary
 from .facts import arguments_of, cache_argument, num_layers, takes_positions, vocab_size_of
 
 
@@ -63,6 +64,8 @@ class Decoder:
     _kind_of_layer: type[SharedPromptLayer] = SharedPromptLayer
     # Whether each beam has a row of an encoder's output.
     _repeats_source = False
+    # Whether compiled code is the same for any number of beams: only operators look at sizes that differ with it.
+    shares_code = True
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class Decoder:
         for_steps: Any = None,
     ) -> None:
         self._twin = twin
-        self._for_steps = twin if for_steps is None else for_steps
+        self.for_steps = twin if for_steps is None else for_steps
         # A frozenset: every version of torch.compile traces it.
         self._arguments = arguments_of(twin.forward)
         self._takes_positions = takes_positions(twin, self._arguments)
@@ -117,18 +120,20 @@ class Decoder:
         """The largest number of new tokens that there has been room for."""
         return self._places.capacity + 1
 
-    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """The tensors that a step reads, each with the dimensions whose sizes compiled code does not depend on: rows, and places."""
-        yield self._is_text, (0, 1)
-        yield self._last_positions, (self._last_positions.dim() - 2,)
-        if isinstance(self._mask, Table):
-            yield self._mask.of_prompt, (0, 3)
-        for layer in self._all_layers:
-            yield layer.keys, (0, 2)
-            yield layer.values, (0, 2)
+    def let_sizes_vary(self, tokens: Tensor, step: Tensor, shown: Tensor, prepared: tuple[Tensor, ...]) -> None:
+        """Makes code that is compiled for a step serve other numbers of rows and places. Args: shown: of that length. See :meth:`forward`."""
+        for tensor, dims in ((tokens, (0,)), (shown, (0,)), (self._is_text, (0, 1))):
+            let_vary(tensor, dims)
+        let_vary(self._last_positions, (self._last_positions.dim() - 2,))
         if self._source is not None:
-            yield self._source, (0, 1)
-            yield self._of_source["encoder_outputs"].last_hidden_state, (0, 1)
+            let_vary(self._source, (0, 1))
+            let_vary(self._of_source["encoder_outputs"].last_hidden_state, (0, 1))
+        vary = hide if self.shares_code else let_vary
+        for each in prepared:
+            vary(each, (0, 2, 3) if each.dim() == 4 else tuple(range(each.dim())))
+        for layer in self._all_layers:
+            vary(layer.keys, (0, 2))
+            vary(layer.values, (0, 2))
 
     @property
     def decoder(self) -> Decoder:
@@ -244,26 +249,35 @@ class Decoder:
             tokens: int64 [batch, beams], the new token of each beam.
             parents, step, shown: see :class:`ancestry.Mask`. There is room for as many as are shown.
         """
-        return self.read_by(self._for_steps, tokens, parents, step, shown)
+        return self.read_by(self.for_steps, tokens, parents, step, shown)
 
     def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The same by `twin`, a callable in the place of the twin; without an LM head what that would get, [batch * beams, H]."""
+        return self.forward(twin, tokens.reshape(-1, 1), step, shown, self.prepared(parents, step, shown))
+
+    def prepared(self, parents: Tensor | None, step: Tensor, shown: int) -> tuple[Tensor, ...]:
+        """What a step does for all layers, and what differs with the number of beams. Args: see :meth:`read`."""
         made = self._mask
         assert made is not None
         if parents is not None:
             self._follow(parents, step)
-        self._places.begin_step(step, shown)
-        extra = dict(self._of_source)
-        if self._source is not None and "cache_position" in self._arguments:
-            # Some versions count positions by it. Without it they compute it from the cache's length, and wait for the device.
-            length = self._places.length
-            extra["cache_position"] = (length.tensor if isinstance(length, Length) else length).view(1)  # type: ignore[union-attr]
         if isinstance(made, Mask) and parents is None and not self._is_kept:
             # All tokens that are shown have been written.
             mask = made.of_one_beam(shown)
         else:
             mask = made(parents, step, shown)
-        return self._forward(twin, tokens.reshape(-1, 1), mask, self._last_positions + (step + 1), **extra)
+        return mask, self._places.written_by(step)
+
+    def forward(self, twin: Any, tokens: Tensor, step: Tensor, shown: int, prepared: tuple[Tensor, ...]) -> Tensor:
+        """The rest of :meth:`read_by`. Args: tokens: int64 [batch * beams, 1]."""
+        mask, written = prepared
+        self._places.begin_step(step, shown, written)
+        extra = dict(self._of_source)
+        if self._source is not None and "cache_position" in self._arguments:
+            # Some versions count positions by it. Without it they compute it from the cache's length, and wait for the device.
+            length = self._places.length
+            extra["cache_position"] = (length.tensor if isinstance(length, Length) else length).view(1)  # type: ignore[union-attr]
+        return self._forward(twin, tokens, mask, self._last_positions + (step + 1), **extra)
 
     def states(self, new: int, parents: Tensor | None) -> Iterator[tuple[int, Any]]:
         """The number of each layer that has a state, and the layer, with a row for each beam that went on. No step may follow.

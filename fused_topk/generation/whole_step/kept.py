@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ... import functional
 from ..tensor_parallel.group import all_say
-from . import compiled, graphs, layers
+from . import graphs, layers
 from .beams import choose
 from .compiled import Codes, OneGraph
 from .decoder import Decoder
@@ -97,6 +97,8 @@ class KeptStep:
         # Its length is the number of new tokens to look at. A tensor, because compiled code is the same for all sizes of tensors, but
         # not for all numbers.
         self._shown = torch.empty(0, device=device)
+        # Of a compiled step: see Decoder.prepared.
+        self._prepared: tuple[Tensor, ...] = ()
         self._codes = codes
         # A function that runs a kind of step, by the name of the kind and by the room.
         self._runs: dict[tuple[str, int], Callable[[], Any]] = {}
@@ -198,11 +200,20 @@ class KeptStep:
             # The parents beyond belong to no token yet.
             self._parents[:, :, :shown] = parents[:, :, :shown]
         self.count.copy_(step)
-        run = self._runs.get(("read", self._size))
-        if run is None:
-            run = self._make("read", _read, (self.decoder, self._tokens, self._parents, self.count, self._shown))
-        logits: Tensor = run()
+        logits: Tensor = self._run_of_read()()
         return logits
+
+    def _run_of_read(self) -> Callable[[], Any]:
+        """What does the forward pass. On a CPU the rest is done here: it is no part of compiled code, which serves any number of beams."""
+        run, args = self._runs.get(("read", self._size)), (self._parents, self.count, self._shown)
+        if self.shape.way.is_captured:
+            return run or self._make("read", _read, (self.decoder, self._tokens, *args))
+        prepared = self.decoder.prepared(self._parents, self.count, len(self._shown))
+        if run is not None:
+            _write(self._prepared, prepared)
+            return run
+        self._prepared = prepared
+        return self._make("read", _forward, (self.decoder, self._tokens.view(-1, 1), self.count, self._shown, prepared))
 
     def _make(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         """Makes and keeps what runs the function on the arguments. The function has then run at least once."""
@@ -217,9 +228,9 @@ class KeptStep:
     def _made(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         run: Callable[[], Any] = graphs.Bound(function, args)
         if not self.shape.way.is_captured:
-            for tensor, dims in self._sizes_that_vary():
-                compiled.let_vary(tensor, dims)
-            run = OneGraph(self._codes.of(function, (self.shape.of_code(), self.head is None)), args)
+            self.decoder.let_sizes_vary(*args[1:])
+            of_code = self.shape.of_code(self.decoder.shares_code)
+            run = OneGraph(self._codes.of(function, (of_code, self.head is None)), args)
         try:
             run()
             if not self.shape.way.is_captured:
@@ -244,12 +255,6 @@ class KeptStep:
         if graph is None:
             raise error or AssertionError("a graph or an error")
         return graph
-
-    def _sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        yield from self.decoder.sizes_that_vary()
-        yield from ((self._shown, (0,)), (self._tokens, (0,)))
-        if self._parents is not None:
-            yield self._parents, (0, 2)
 
     def _tell(self, seconds: float) -> None:
         shape = self.shape
@@ -305,6 +310,10 @@ def _advance(
 
 def _read(decoder: Decoder, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: Tensor) -> Tensor:
     return decoder.read(tokens, parents, step, shown.shape[0])
+
+
+def _forward(decoder: Decoder, tokens: Tensor, step: Tensor, shown: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
+    return decoder.forward(decoder.for_steps, tokens, step, shown.shape[0], prepared)
 
 
 def unless_over(before: Any, after: Any) -> Any:

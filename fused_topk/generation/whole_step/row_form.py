@@ -8,7 +8,6 @@ nothing. The model computes with its own attention and masks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,11 +40,6 @@ class RowPlaces(Places):
     def length(self) -> Any:
         return self.num_read
 
-    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        yield from super().sizes_that_vary()
-        if self.past is not None:
-            yield self.past, (0, 1, 2)
-
 
 class RowLayer(SharedPromptLayer):  # type: ignore[no-untyped-call]
     _places: RowPlaces
@@ -69,13 +63,20 @@ class RowDecoder(Decoder):
     _kind_of_places = RowPlaces
     _kind_of_layer = RowLayer
     _repeats_source = True
+    shares_code = False
 
-    def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
+    def prepared(self, parents: Tensor | None, step: Tensor, shown: int) -> tuple[Tensor, ...]:
+        is_past = (torch.arange(shown, device=step.device) <= step).expand(len(self._is_text), -1)
+        mask = torch.cat([self._is_text, is_past], 1).repeat_interleave(self._beams, 0).long()
+        past = () if parents is None else (written_places(parents, step, shown),)
+        return mask, self._places.written_by(step), *past
+
+    def forward(self, twin: Any, tokens: Tensor, step: Tensor, shown: int, prepared: tuple[Tensor, ...]) -> Tensor:
         places, beams = self._places, self._beams
-        places.begin_step(step, shown)
-        steps = torch.arange(shown, device=step.device)
-        if parents is not None:
-            places.past = written_places(parents, step, shown)
+        mask, written, *past = prepared
+        places.begin_step(step, shown, written)
+        if past:
+            places.past = past[0]
         # Unless the step is kept, the host knows the number, and the model gets an int as in transformers' loop.
         places.num_read = places.prompt + (step.squeeze(0) if self._is_kept else shown - 1)
         extra: dict[str, Any] = {}
@@ -86,6 +87,4 @@ class RowDecoder(Decoder):
             extra["attention_mask"] = self._of_source["attention_mask"].repeat_interleave(beams, 0)
         if "cache_position" in self._arguments:
             extra["cache_position"] = step + places.prompt
-        is_past = (steps <= step).expand(len(self._is_text), -1)
-        mask = torch.cat([self._is_text, is_past], 1).repeat_interleave(beams, 0).long()
-        return self._forward(twin, tokens.reshape(-1, 1), mask, self._last_positions + (step + 1), **extra)
+        return self._forward(twin, tokens, mask, self._last_positions + (step + 1), **extra)

@@ -61,10 +61,15 @@ class Shape(NamedTuple):
         length = length if prompt.is_exact else rounded_up(length)
         return Shape(batch, length, source, rules.beams, rules.kept, prompt.axes, prompt.ids.device, way, mode)
 
-    def of_code(self) -> Shape:
-        """The same for all shapes that share compiled code. A size of 1 needs other code; all greater sizes share it."""
+    def of_code(self, any_beams: bool = False) -> Shape:
+        """The same for all shapes that share compiled code. A size of 1 needs other code; all greater sizes share it.
+
+        Args:
+            any_beams: whether code looks at the number of rows alone, whichever of them are a sequence's beams.
+        """
         source = None if self.source is None else min(self.source, 2)
-        return self._replace(batch=min(self.batch, 2), prompt=min(self.prompt, 2), source=source, kept=0)
+        batch, beams = (self.batch * self.beams, 1) if any_beams else (self.batch, self.beams)
+        return self._replace(batch=min(batch, 2), prompt=min(self.prompt, 2), source=source, beams=beams, kept=0)
 
     def of_layers(self) -> Shape:
         """The same for all shapes whose layers share compiled code."""
