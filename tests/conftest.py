@@ -98,11 +98,9 @@ REPETITIONS = {
     # With the compiler itself, or compiled steps where others are tested.
     "test_whole_step_caches.py::test_compiled_steps_go_on_from_a_cache": ("do_sample-top_k",),
     "test_whole_step_layers.py::test_compiled_layers_give_the_stock_sequences": ("",),
-    "test_whole_step_layers.py::test_one_piece_serves_all_layers_and_shapes": ("Gemma2-2",),
     "test_whole_step_snapshot.py::test_weights_that_go_are_not_held": ("True-replaced in a layer-compiled",),
     "test_whole_step_streaming.py::test_a_streamer_gets_each_token_and_none_after_the_end": ("compiled-eos_token_id",),
     "test_whole_step_memory.py::test_what_is_allowed_is_not_held": ("4",),
-    "test_whole_step_repeated.py::test_another_option": ("other-ends-1",),
 }
 
 # Each of their values has a cover of the other parameters to itself.

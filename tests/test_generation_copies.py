@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from decoding import OPTIONS, one_thread, run, tiny  # noqa: F401
+from decoding import OPTIONS, also, one_thread, run, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding
 
 STEPS = OPTIONS["max_new_tokens"]
@@ -66,7 +66,7 @@ def test_a_copy_of_an_enabled_model_is_not_enabled(model, duplicate):
 
 
 @COPIES
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, *also(True)])
 def test_a_copy_within_a_call_is_not_enabled(model, is_compiled, duplicate):
     copies, expected = [], run(model)[0]
     if is_compiled:
