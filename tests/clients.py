@@ -7,8 +7,9 @@ search of so few logits is served because tests/conftest.py lowers FEW_LOGITS.
 """
 
 import copy
+import re
+from pathlib import Path
 
-import lm_eval
 import numpy as np
 import peft
 import pytest
@@ -17,13 +18,13 @@ import torch
 import trl
 from datasets import Dataset
 from lm_eval.api.instance import Instance
-from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    TrainerCallback,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -31,10 +32,11 @@ from transformers import (
     pipeline,
 )
 
-from fused_topk.generation import disable, enable, fused_decoding, stats
+from fused_topk.generation import disable, enable, fused_decoding, stats, text_token_logprobs
 
 torch.set_num_threads(1)
 
+PAGE = Path(__file__).parents[1] / "docs" / "training.md"
 VOCAB = 300
 PAD, BOS, EOS, UNKNOWN = range(4)
 NEW = 12
@@ -87,7 +89,7 @@ def num_different(found: dict) -> int:
 # TRL
 
 
-def trained(trainer, config, is_enabled: bool, folder, **options):
+def trained(trainer, config, is_enabled: bool, folder, callbacks=(), **options):
     """What two steps of training write and log, and the weights after them."""
     model, texts = llama(), []
     kept = model.generate
@@ -117,6 +119,7 @@ def trained(trainer, config, is_enabled: bool, folder, **options):
         args=arguments,
         processing_class=word_tokenizer(),
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6 w7", "w8", "w9 w10", "w11 w4 w5 w6"]}),
+        callbacks=[*callbacks],
         **({"reward_funcs": length} if is_rewarded else {"teacher_model": llama(seed=1)}),
     )
     assert made.model is model and model.generate == kept
@@ -157,6 +160,45 @@ def test_trl_with_a_teacher(tmp_path):
     """The student writes in training mode, with weights that have changed since its last text."""
     _, counted = assert_same_training(trl.DistillationTrainer, trl.DistillationConfig, tmp_path)
     assert counted == (2 * NEW, 0, {})
+
+
+class Gradients(TrainerCallback):
+    """The gradients of each step, before they change the weights."""
+
+    def __init__(self) -> None:
+        self.of_steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **others):
+        self.of_steps.append({name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.7, "num_iterations": 2, "loss_type": "bnpo"}, {"top_entropy_quantile": 0.5}],
+    ids=["plain", "each text twice", "the half of high entropy"],
+)
+def test_trl_with_the_method_of_the_documentation(options, tmp_path):
+    """The trainer of docs/training.md has the texts, losses and gradients of TRL's own, to rounding."""
+    (code,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names = {"torch": torch, "text_token_logprobs": text_token_logprobs}
+    exec(code, names)
+    found = []
+    for trainer in (trl.GRPOTrainer, names["FusedGRPOTrainer"]):
+        of_steps = Gradients()
+        texts, logs, *_ = trained(trainer, trl.GRPOConfig, False, tmp_path, [of_steps], num_generations=4, **options)
+        found.append((texts, logs[: len(of_steps.of_steps)], of_steps.of_steps))
+    (texts, logs, gradients), (own_texts, own_logs, own_gradients) = found
+    assert own_texts == texts and len(logs) == 2
+    # The weights that the steps leave drift apart by their rounding.
+    for own, step in zip(own_logs, logs, strict=True):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert own[name] == pytest.approx(step[name], rel=2e-4, abs=2e-5), name
+    for own, step in zip(own_gradients, gradients, strict=True):
+        assert own.keys() == step.keys()
+        for name, gradient in step.items():
+            largest = float(gradient.abs().max())
+            torch.testing.assert_close(own[name], gradient, rtol=0, atol=2e-4 * largest + 1e-7, msg=name)
+    assert any(float(x.abs().max()) > 1e-3 for x in gradients[0].values())
 
 
 # PEFT
@@ -241,21 +283,6 @@ def test_peft_of_a_model_that_is_enabled(mode):
     assert stats(reset=True) == (5 * NEW, 0, {})
 
 
-def test_peft_of_what_is_saved(tmp_path):
-    """A copy that is loaded is not enabled."""
-    model = peft.get_peft_model(llama(), adapter("lora")).eval()
-    with fused_decoding(model):
-        model.save_pretrained(tmp_path)
-        loaded = peft.PeftModel.from_pretrained(llama(), tmp_path).eval()
-        stats(reset=True)
-        expected = texts_of(loaded, "greedy")
-        assert stats(reset=True) == (0, 0, {})
-        assert texts_of(model, "greedy") == expected != texts_of(llama(), "greedy")
-        assert stats(reset=True) == (NEW, 0, {})
-    _, counted = both_ways(loaded, lambda: texts_of(loaded, "beams"))
-    assert counted == (NEW, 0, {})
-
-
 @pytest.mark.parametrize("mode", ["greedy", "sampling"])
 def test_peft_with_an_adapter_for_each_text(mode):
     model = peft.get_peft_model(llama(), adapter("lora"), adapter_name="one").eval()
@@ -313,33 +340,6 @@ def test_lm_eval(mode):
     assert counted == (2 * NEW + (7 if mode == "beams" else 6), 0, {})
 
 
-def test_lm_eval_of_a_task():
-    model = llama()
-    evaluator = evaluated(model)
-    first, *_ = whole_texts = answers(evaluator)
-    config = {
-        "task": "words",
-        "custom_dataset": lambda **_: {
-            "test": Dataset.from_list([{"question": each, "answer": first} for each in PROMPTS])
-        },
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": [piece(whole_texts[1])], "max_gen_toks": NEW, "do_sample": False},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-
-    def call():
-        results = lm_eval.simple_evaluate(evaluator, tasks=[ConfigurableTask(config=config)], bootstrap_iters=0)
-        return results["results"]["words"]["exact_match,none"], [each["resps"] for each in results["samples"]["words"]]
-
-    (score, _), counted = both_ways(model, call)
-    assert score == 1 / len(PROMPTS)
-    # The last batch is the text that has the stop sequence.
-    assert counted == (2 * NEW + 6, 0, {})
-
-
 def test_lm_eval_in_mixed_precision():
     model = llama()
     evaluator = HFLM(
@@ -373,21 +373,6 @@ def test_text_generation(options):
     found, counted = both_ways(model, call)
     assert len(found) == len(PROMPTS)
     assert counted == (3 * NEW, 0, {})
-
-
-def test_text_generation_with_a_stop_sequence():
-    model = llama()
-    write = pipeline("text-generation", model=model, tokenizer=word_tokenizer())
-
-    def call(**more):
-        return write(PROMPTS[0], max_new_tokens=NEW, do_sample=False, return_full_text=False, **more)[0][
-            "generated_text"
-        ]
-
-    words = call().split()
-    text, counted = both_ways(model, lambda: call(stop_sequence=words[5]))
-    assert text.split() == words[:6]
-    assert counted == (6, 0, {})
 
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -532,16 +517,3 @@ def test_smolagents_streaming(agents_model, mode):
     assert counted == (NEW, 0, {})
     _, counted = both_ways(agents_model.model, lambda: call(stop_sequences=[parts[5].strip()]))
     assert counted == (6, 0, {})
-
-
-def test_smolagents_agent(agents_model):
-    """Two steps, whose texts are no code, and an answer."""
-
-    def call():
-        agent = smolagents.CodeAgent(tools=[], model=agents_model, max_steps=2, verbosity_level=0)
-        answer = agent.run("w5 w6 w7")
-        return [answer, *(str(each.model_output) for each in agent.memory.steps[1:])]
-
-    found, counted = both_ways(agents_model.model, call)
-    assert all(found)
-    assert counted == (3 * NEW, 0, {})

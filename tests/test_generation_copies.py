@@ -121,16 +121,6 @@ def test_a_method_that_is_replaced_later_stays(model, name):
     assert num_calls == 4
 
 
-def test_a_patched_generate_of_an_enabled_model_can_be_saved(model):
-    expected, _ = run(model, num_beams=3)
-    enable(model)
-    model.generate = functools.partial(model.generate, num_beams=3)
-    for duplicate in (copy.deepcopy, pickled):
-        found, steps = run(duplicate(model))
-        assert torch.equal(found, expected)
-        assert steps[:3] == (0, 0, {})
-
-
 def test_a_class_whose_generate_is_an_object(model, monkeypatch):
     mocked = mock.MagicMock(return_value="mocked")
     enable(model)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.generation import logits_process as stock
 
-from decoding import EOS, assert_same, assert_whole, generate_both, inputs_for, one_thread, tiny  # noqa: F401
+from decoding import EOS, also, assert_same, assert_whole, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import FusedTopKLogitsProcessor, TokenTrie, TrieLogitsProcessor, fused_decoding
 from fused_topk.generation.whole_step import plan
 from fused_topk.generation.whole_step.plan import Plan
@@ -41,6 +41,20 @@ def test_generate_with_processors(options, num_beams):
     # transformers' guidance is of one text.
     inputs = inputs_for(tiny("llama"), batch=1) if "guidance_scale" in options else inputs_for(tiny("llama"), padding=2)
     assert_whole(tiny("llama"), inputs, num_beams=num_beams, **options)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, *also(torch.bfloat16, torch.float16)], ids=str)
+def test_default_dtypes(dtype, num_beams):
+    model = tiny("llama")
+    torch.set_default_dtype(dtype)
+    try:
+        assert_whole(model, num_beams=num_beams)
+        assert_whole(
+            model, num_beams=num_beams, repetition_penalty=1.3, sequence_bias=[[[20], 1.2345]], output_scores=False
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("options", [{"exponential_decay_length_penalty": (1, 1.3)}, {"min_length": 12}], ids="-".join)

@@ -14,7 +14,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from decoding import also, assert_whole, generate_both, inputs_for, one_thread, stats, stock_gap, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
-from fused_topk.generation.whole_step import cache
 from whole_steps import SERVED_WITH_SOURCE, assert_declined, encoder_decoder, source_for, swaps, whole
 
 
@@ -127,20 +126,6 @@ def test_what_an_encoder_gives_beside_its_states():
         with whole(model):
             assert torch.equal(generate(mask), stock)
         assert stats(reset=True).reasons == reasons
-
-
-def test_keys_of_the_source_are_kept_once_for_all_beams(monkeypatch):
-    sizes = []
-    made = cache.SourceLayer.lazy_initialization
-    monkeypatch.setattr(
-        cache.SourceLayer,
-        "lazy_initialization",
-        lambda self, *states: (made(self, *states), sizes.append(self.keys.shape)),
-    )
-    model = copy.deepcopy(encoder_decoder("Bart"))
-    with whole(model):
-        model.generate(**source_for(model, batch=2, length=11), num_beams=5, max_new_tokens=7)
-    assert set(sizes[-2:]) == {torch.Size([2, 4, 11, 8])}
 
 
 def test_calls_that_are_not_served():
