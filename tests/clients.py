@@ -10,7 +10,6 @@ import copy
 import re
 from pathlib import Path
 
-import numpy as np
 import peft
 import pytest
 import smolagents
@@ -25,10 +24,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     TrainerCallback,
-    WhisperConfig,
-    WhisperFeatureExtractor,
-    WhisperForConditionalGeneration,
-    WhisperTokenizer,
     pipeline,
 )
 
@@ -254,35 +249,6 @@ def test_peft_adapters(name, mode):
     assert counted == (6 * NEW, 0, {})
 
 
-@EACH_MODE
-def test_peft_of_a_model_that_is_enabled(mode):
-    """A model gets adapters, a mixture of them, and loses them, while it is enabled."""
-
-    def call(is_enabled):
-        base, found = llama(), {}
-        if is_enabled:
-            enable(base)
-        found["plain"] = texts_of(base, mode)
-        model = peft.get_peft_model(base, adapter("lora"), adapter_name="one").eval()
-        found["one"] = texts_of(model, mode)
-        model.add_adapter("two", adapter("lora"))
-        model.base_model.set_adapter(["one", "two"])
-        found["one and two"] = texts_of(model.eval(), mode)
-        model.add_weighted_adapter(["one", "two"], [0.5, 0.2], "mixed", combination_type="linear")
-        model.set_adapter("mixed")
-        found["mixed"] = texts_of(model.eval(), mode)
-        found["unloaded"] = texts_of(model.unload(), mode)
-        disable(base)
-        return found
-
-    expected = call(False)
-    stats(reset=True)
-    found = call(True)
-    assert found == expected
-    assert num_different(found) == 4 and found["plain"] == found["unloaded"]
-    assert stats(reset=True) == (5 * NEW, 0, {})
-
-
 @pytest.mark.parametrize("mode", ["greedy", "sampling"])
 def test_peft_with_an_adapter_for_each_text(mode):
     model = peft.get_peft_model(llama(), adapter("lora"), adapter_name="one").eval()
@@ -340,16 +306,6 @@ def test_lm_eval(mode):
     assert counted == (2 * NEW + (7 if mode == "beams" else 6), 0, {})
 
 
-def test_lm_eval_in_mixed_precision():
-    model = llama()
-    evaluator = HFLM(
-        pretrained=model, tokenizer=word_tokenizer(), batch_size=2, device="cpu", max_length=64,
-        mixed_precision_dtype="bfloat16",
-    )  # fmt: skip
-    _, counted = both_ways(model, lambda: answers(evaluator))
-    assert counted == (0, 3 * NEW, {"autocast": 3})
-
-
 # Pipelines of transformers
 
 
@@ -373,102 +329,6 @@ def test_text_generation(options):
     found, counted = both_ways(model, call)
     assert len(found) == len(PROMPTS)
     assert counted == (3 * NEW, 0, {})
-
-
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-END, START, NO_TIMESTAMPS = "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"
-LANGUAGES, TASKS = ["<|en|>", "<|de|>"], ["<|translate|>", "<|transcribe|>"]
-SPECIAL = [END, START, *LANGUAGES, *TASKS, "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", NO_TIMESTAMPS]
-# Of a piece of sound of one second, the last of all tokens.
-TIMESTAMPS = [f"<|{i * 0.02:.2f}|>" for i in range(51)]
-ID_OF = {token: i for i, token in enumerate((*BYTES, *SPECIAL, *TIMESTAMPS))}
-RATE = 16_000
-
-
-def whisper() -> WhisperForConditionalGeneration:
-    """It hears one second at a time."""
-    torch.manual_seed(0)
-    sizes = {
-        f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in (("layers", 2), ("attention_heads", 4))
-    }
-    config = WhisperConfig(
-        vocab_size=len(ID_OF),
-        d_model=32,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        num_mel_bins=8,
-        max_source_positions=50,
-        max_target_positions=64,
-        init_std=0.3,
-        decoder_start_token_id=ID_OF[START],
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), ID_OF[END]),
-        **sizes,
-    )
-    model = WhisperForConditionalGeneration(config).eval()
-    # With the embedding of the tokens that are read a token would choose itself.
-    head = torch.nn.Linear(config.d_model, config.vocab_size, bias=False)
-    torch.nn.init.normal_(head.weight, std=0.5)
-    model.set_output_embeddings(head)
-    options = model.generation_config
-    options.no_timestamps_token_id, options.max_initial_timestamp_index = ID_OF[NO_TIMESTAMPS], 25
-    options.is_multilingual, options.lang_to_id = True, {each: ID_OF[each] for each in LANGUAGES}
-    options.task_to_id = {each.strip("<|>"): ID_OF[each] for each in TASKS}
-    options.prev_sot_token_id = ID_OF["<|startofprev|>"]
-    options.alignment_heads = [[0, 0], [1, 1]]
-    options.max_length = 40
-    options.begin_suppress_tokens, options.suppress_tokens = [ID_OF[END]], [ID_OF["<|startoflm|>"]]
-    return model
-
-
-def recognizer(model):
-    tokenizer = WhisperTokenizer(vocab={each: ID_OF[each] for each in BYTES}, merges=[], pad_token=END)
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    tokenizer.add_tokens(TIMESTAMPS)
-    assert tokenizer.get_vocab() == ID_OF
-    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=1, sampling_rate=RATE)
-    return pipeline("automatic-speech-recognition", model=model, tokenizer=tokenizer, feature_extractor=extractor)
-
-
-def noise(seconds: float) -> np.ndarray:
-    """It grows louder."""
-    length = int(seconds * RATE)
-    drawn = np.random.default_rng(0).normal(size=length).astype(np.float32)
-    return drawn * np.linspace(0.1, 1, length, dtype=np.float32)
-
-
-# As users of long sounds set them: each piece is read again with draws where its text is improbable or repeats itself.
-FALLBACK = {
-    "num_beams": 1, "temperature": (0.0, 0.4, 0.8), "compression_ratio_threshold": 1.35, "logprob_threshold": -1.0,
-    "no_speech_threshold": 0.6, "condition_on_prev_tokens": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        # The pipeline's own five beams.
-        {"return_timestamps": True},
-        {"return_timestamps": True, "return_language": True, "generate_kwargs": {"num_beams": 1}},
-        {"return_timestamps": True, "generate_kwargs": {"language": "de", "task": "translate", "num_beams": 1}},
-        {"return_timestamps": True, "generate_kwargs": FALLBACK},
-        # The pipeline itself cuts the sound, and reads pieces in batches.
-        {"chunk_length_s": 1},
-        {"chunk_length_s": 1, "batch_size": 2, "return_timestamps": True, "generate_kwargs": {"num_beams": 1}},
-    ],
-    ids=str,
-)
-def test_speech_recognition_of_a_long_sound(options):
-    model = whisper()
-    hear, sound = recognizer(model), noise(3.3)
-
-    def call():
-        torch.manual_seed(7)
-        return hear(sound.copy(), **options)
-
-    found, counted = both_ways(model, call)
-    assert found["text"] and ("return_timestamps" not in options or len(found["chunks"]) > 1)
-    # As many as random weights write.
-    assert counted.whole > 100 and counted[1:] == (0, {})
 
 
 # smolagents

@@ -3,7 +3,6 @@
 model is as it was afterwards."""
 
 import asyncio
-import contextvars
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -98,33 +97,6 @@ def test_a_task_that_outlives_its_block_is_not_in_it(model):
         assert (await task)[:3] == (0, 0, {})
 
     asyncio.run(both())
-
-
-def test_a_task_that_outlives_its_call_is_not_in_it(model):
-    class Failure(Exception):
-        pass
-
-    contexts = []
-
-    def fail(*args, **options):
-        contexts.append(contextvars.copy_context())
-        raise Failure
-
-    enable(model)
-    # Before and after the loop has begun.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(model), "_prepare_generation_config", fail)
-        with pytest.raises(Failure):
-            decode(model)
-    with pytest.raises(Failure):
-        decode(model, logits_processor=[fail])
-
-    def recorded():
-        with fused_decoding(model, topk_per_step=1) as given:
-            decode(model)
-        return len(given.topk)
-
-    assert [context.run(recorded) for context in contexts] == [STEPS] * 2
 
 
 @pytest.mark.parametrize("how", ["block", "disable"])

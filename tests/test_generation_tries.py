@@ -156,7 +156,7 @@ def _bias():
     return stock.SequenceBiasLogitsProcessor([[[31], 2.0], [[64], -3.0], [[8, 32], 4.0]])
 
 
-@pytest.mark.parametrize("seeds", [range(10), *also(*(range(n, n + 100) for n in range(0, 1000, 100)))])
+@pytest.mark.parametrize("seeds", [range(10), *also(*(range(n, n + 100) for n in range(0, 400, 100)))])
 def test_random_configurations(seeds):
     for seed in seeds:
         Configuration(seed).check()
@@ -176,7 +176,7 @@ def both_ways(way, model, inputs, items, begin, **options):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("num_beams", [1, 40])
+@pytest.mark.parametrize("num_beams", [40])
 def test_compiled_steps(num_beams):
     """The compiler's own code. 40 beams are more than a head that is a product takes without logits."""
     model = family("Llama", 1)

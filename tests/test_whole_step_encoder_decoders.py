@@ -17,7 +17,7 @@ from fused_topk.generation import fused_decoding
 from whole_steps import SERVED_WITH_SOURCE, assert_declined, encoder_decoder, source_for, swaps, whole
 
 
-@pytest.mark.parametrize("num_beams", [1, 3, *also(4, 8)])
+@pytest.mark.parametrize("num_beams", [1, 3, *also(8)])
 @pytest.mark.parametrize("name", SERVED_WITH_SOURCE)
 def test_families(name, num_beams):
     # Whisper's processors change scores, and beams give no scores of their texts without those of the steps.
@@ -182,7 +182,12 @@ def test_whisper_with_timestamps(num_beams):
     assert steps.whole > 0 and steps.stock == 0, steps.reasons
 
 
-def test_long_sounds_with_detection_of_speech():
+# Each piece of a sound is read again with draws where its text is improbable or repeats itself.
+FALLBACK = {"temperature": (0.0, 0.4, 0.8), "compression_ratio_threshold": 1.35}
+
+
+@pytest.mark.parametrize("more", [{"temperature": 0.0}, FALLBACK], ids="-".join)
+def test_long_sounds_with_detection_of_speech(more):
     # Behind a prompt the detector calls the model, once for each piece of the sound, and that is no step.
     model = copy.deepcopy(tiny("whisper"))
     config = model.generation_config
@@ -191,9 +196,11 @@ def test_long_sounds_with_detection_of_speech():
     config.language, config.task = "en", "transcribe"
     sound = torch.randn(1, 8, 5 * 2 * model.config.max_source_positions, generator=torch.Generator().manual_seed(1))
     inputs = {"input_features": sound, "attention_mask": torch.ones(1, sound.shape[-1], dtype=torch.int64)}
-    options = {"return_timestamps": True, "max_new_tokens": 4, "temperature": 0.0, "condition_on_prev_tokens": False}
-    options |= {"no_speech_threshold": 0.6, "logprob_threshold": -1.0}
+    options = {"return_timestamps": True, "max_new_tokens": 4, "condition_on_prev_tokens": False}
+    options |= {"no_speech_threshold": 0.6, "logprob_threshold": -1.0, **more}
+    torch.manual_seed(1)
     expected = model.generate(**inputs, **options)
+    torch.manual_seed(1)
     with fused_decoding(model):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)

@@ -28,7 +28,7 @@ from decoding import (  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry, graphs, room
 from multimodal import images_for, multimodal
-from whole_steps import SERVED, compiling, family, own_model, swaps  # noqa: F401
+from whole_steps import compiling, family, own_model, swaps  # noqa: F401
 
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
 
@@ -264,24 +264,6 @@ def test_a_number_is_filled_in_not_copied_from_the_host():
     for one, other in zip(numbers(like), found, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     assert graphs.Bound(torch.tensor, ([1, 2],))().tolist() == [1, 2]
-
-
-@pytest.mark.skipif("Mixtral" not in SERVED, reason="not served")
-def test_grouped_products_of_experts_ask_nothing_of_the_device():
-    """So they are captured. That is the default of transformers 5 where torch has them."""
-    mixtral = copy.deepcopy(family("Mixtral"))
-    if getattr(mixtral.config, "_experts_implementation", None) != "grouped_mm":
-        pytest.skip("experts of another kind")
-    counts = []
-    for most in (6, 12):
-        options = {"max_new_tokens": most, "eos_token_id": None, "do_sample": False, "num_beams": 3}
-        with fused_decoding(mixtral):
-            mixtral.generate(**inputs_for(mixtral), **options)
-            with Waits() as counted, Operations() as ran:
-                mixtral.generate(**inputs_for(mixtral), **options)
-        counts.append(counted.count)
-        assert "nonzero" not in ran.names
-    assert counts[0] == counts[1]
 
 
 def test_calls_in_inference_mode_have_steps_of_their_own(model):

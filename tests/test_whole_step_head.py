@@ -93,24 +93,6 @@ def test_a_head_that_is_written_to_or_that_the_model_looks_at():
     assert found(lambda model, logits: logits * model.lm_head.out_features) is None
 
 
-def test_a_product_that_the_head_does_not_compute_itself():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lm_head = torch.nn.Linear(4, 9)
-            self.weight = self.lm_head.weight
-
-        def get_output_embeddings(self):
-            return self.lm_head
-
-        def forward(self, hidden, use_cache):
-            logits = torch.nn.functional.linear(hidden, self.weight, None)
-            return transformers.modeling_outputs.CausalLMOutput(logits=logits)
-
-    # The model without a head still has logits.
-    assert head_of(Model(), {"hidden": torch.randn(2, 3, 4)}) is None
-
-
 def head_with(weight):
     linear = torch.nn.Linear(weight.shape[1], len(weight), bias=False)
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)

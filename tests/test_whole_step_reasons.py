@@ -158,6 +158,11 @@ def test_hooks_of_all_modules(register, hook, model):
     assert_whole(model, **BEAMS)
 
 
+def test_autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_declined(model, "autocast", max_new_tokens=6)
+
+
 def test_processes_that_wait_for_each_other(model):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
