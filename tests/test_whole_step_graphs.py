@@ -266,6 +266,21 @@ def test_a_number_is_filled_in_not_copied_from_the_host():
     assert graphs.Bound(torch.tensor, ([1, 2],))().tolist() == [1, 2]
 
 
+def test_a_call_within_a_call_of_the_same_shape_runs_as_stock(model):
+    inputs, found = inputs_for(model), []
+    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+
+    def again(ids, scores):
+        found.append(model.generate(**inputs, **options))
+        return scores
+
+    with fused_decoding(model):
+        outer = model.generate(**inputs, **options, logits_processor=[again])
+    assert len(found) == 6 and all(torch.equal(each, outer) for each in found)
+    steps = stats(reset=True)
+    assert steps.captured == 6 and steps.reasons == {"another call of the same shape runs": 6}
+
+
 def test_calls_in_inference_mode_have_steps_of_their_own(model):
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode():

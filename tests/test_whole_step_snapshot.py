@@ -21,7 +21,7 @@ from decoding import assert_whole, generate_both, inputs_for, one_thread  # noqa
 from fused_topk.generation import disable, fused_decoding
 from fused_topk.generation.whole_step import attribute, entry
 from fused_topk.generation.whole_step.twin import Snapshot
-from whole_steps import assert_declined, compiling, family, own_model, traced_only, weight_once_served, whole  # noqa: F401
+from whole_steps import assert_declined, family, own_model, traced_only, whole  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("traced")
 
@@ -163,7 +163,10 @@ def test_a_model_goes_at_once(refers_to_itself):
     model = copy.deepcopy(family("Llama"))
     if refers_to_itself:
         model.old_generate = model.generate
-    weight = weight_once_served(model)
+    with whole(model):
+        model.generate(**inputs_for(model), **BEAMS)
+    assert entry._ready.get(model) is not None
+    weight = weakref.ref(model.lm_head.weight)
     gc.collect()
     gc.disable()
     try:

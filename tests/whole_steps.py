@@ -4,15 +4,14 @@
 import copy
 import functools
 import sys
-import weakref
 
 import pytest
 import torch
 import transformers
 
-from decoding import PAD, SHAPE_OF_BOTH, SOUND, TOKENS, VERSION, assert_same, generate_both, inputs_for, with_biases
+from decoding import PAD, SHAPE_OF_BOTH, SOUND, TOKENS, VERSION, assert_same, generate_both, with_biases
 from fused_topk.generation import fused_decoding
-from fused_topk.generation.whole_step import compiled, entry
+from fused_topk.generation.whole_step import compiled
 
 whole, compiling = fused_decoding, functools.partial(fused_decoding, compile=True)
 
@@ -190,11 +189,3 @@ def swaps(result, beams: int) -> int:
     indices = result["beam_indices"]
     is_token = indices[:, 1:] >= 0
     return int(((indices[:, 1:] % beams != indices[:, :-1] % beams) & is_token).sum())
-
-
-def weight_once_served(model):
-    """Weakly, a weight of the model, of which something is kept after this."""
-    with whole(model):
-        model.generate(**inputs_for(model), num_beams=3, max_new_tokens=6)
-    assert entry._ready.get(model) is not None
-    return weakref.ref(model.lm_head.weight)
