@@ -76,7 +76,6 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch, kind=StandIn) -> None:
     patch.setattr(graphs, "is_cuda", lambda device: True)
     patch.setattr(graphs, "Graph", kind)
     patch.setattr(graphs, "_Copy", _Copy)
-    patch.setattr(draws, "InVain", InVain)
     # The trial captures a step, too, which tests do not count.
     patch.setattr(draws, "InVain", InVain)
     patch.setattr(trial, "reason_against_capture", lambda twin: None)

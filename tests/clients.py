@@ -7,9 +7,9 @@ search of so few logits is served because tests/conftest.py lowers FEW_LOGITS.
 """
 
 import copy
+import re
+from pathlib import Path
 
-import lm_eval
-import numpy as np
 import peft
 import pytest
 import smolagents
@@ -17,24 +17,21 @@ import torch
 import trl
 from datasets import Dataset
 from lm_eval.api.instance import Instance
-from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    WhisperConfig,
-    WhisperFeatureExtractor,
-    WhisperForConditionalGeneration,
-    WhisperTokenizer,
+    TrainerCallback,
     pipeline,
 )
 
-from fused_topk.generation import disable, enable, fused_decoding, stats
+from fused_topk.generation import disable, enable, fused_decoding, stats, text_token_logprobs
 
 torch.set_num_threads(1)
 
+PAGE = Path(__file__).parents[1] / "docs" / "training.md"
 VOCAB = 300
 PAD, BOS, EOS, UNKNOWN = range(4)
 NEW = 12
@@ -87,7 +84,7 @@ def num_different(found: dict) -> int:
 # TRL
 
 
-def trained(trainer, config, is_enabled: bool, folder, **options):
+def trained(trainer, config, is_enabled: bool, folder, callbacks=(), **options):
     """What two steps of training write and log, and the weights after them."""
     model, texts = llama(), []
     kept = model.generate
@@ -117,6 +114,7 @@ def trained(trainer, config, is_enabled: bool, folder, **options):
         args=arguments,
         processing_class=word_tokenizer(),
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6 w7", "w8", "w9 w10", "w11 w4 w5 w6"]}),
+        callbacks=[*callbacks],
         **({"reward_funcs": length} if is_rewarded else {"teacher_model": llama(seed=1)}),
     )
     assert made.model is model and model.generate == kept
@@ -157,6 +155,45 @@ def test_trl_with_a_teacher(tmp_path):
     """The student writes in training mode, with weights that have changed since its last text."""
     _, counted = assert_same_training(trl.DistillationTrainer, trl.DistillationConfig, tmp_path)
     assert counted == (2 * NEW, 0, {})
+
+
+class Gradients(TrainerCallback):
+    """The gradients of each step, before they change the weights."""
+
+    def __init__(self) -> None:
+        self.of_steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **others):
+        self.of_steps.append({name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.7, "num_iterations": 2, "loss_type": "bnpo"}, {"top_entropy_quantile": 0.5}],
+    ids=["plain", "each text twice", "the half of high entropy"],
+)
+def test_trl_with_the_method_of_the_documentation(options, tmp_path):
+    """The trainer of docs/training.md has the texts, losses and gradients of TRL's own, to rounding."""
+    (code,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names = {"torch": torch, "text_token_logprobs": text_token_logprobs}
+    exec(code, names)
+    found = []
+    for trainer in (trl.GRPOTrainer, names["FusedGRPOTrainer"]):
+        of_steps = Gradients()
+        texts, logs, *_ = trained(trainer, trl.GRPOConfig, False, tmp_path, [of_steps], num_generations=4, **options)
+        found.append((texts, logs[: len(of_steps.of_steps)], of_steps.of_steps))
+    (texts, logs, gradients), (own_texts, own_logs, own_gradients) = found
+    assert own_texts == texts and len(logs) == 2
+    # The weights that the steps leave drift apart by their rounding.
+    for own, step in zip(own_logs, logs, strict=True):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert own[name] == pytest.approx(step[name], rel=2e-4, abs=2e-5), name
+    for own, step in zip(own_gradients, gradients, strict=True):
+        assert own.keys() == step.keys()
+        for name, gradient in step.items():
+            largest = float(gradient.abs().max())
+            torch.testing.assert_close(own[name], gradient, rtol=0, atol=2e-4 * largest + 1e-7, msg=name)
+    assert any(float(x.abs().max()) > 1e-3 for x in gradients[0].values())
 
 
 # PEFT
@@ -210,50 +247,6 @@ def test_peft_adapters(name, mode):
     assert num_different(found) == 3
     assert found["one"] == found["one again"] and found["two"] == found["two, merged"] == found["two, unmerged"]
     assert counted == (6 * NEW, 0, {})
-
-
-@EACH_MODE
-def test_peft_of_a_model_that_is_enabled(mode):
-    """A model gets adapters, a mixture of them, and loses them, while it is enabled."""
-
-    def call(is_enabled):
-        base, found = llama(), {}
-        if is_enabled:
-            enable(base)
-        found["plain"] = texts_of(base, mode)
-        model = peft.get_peft_model(base, adapter("lora"), adapter_name="one").eval()
-        found["one"] = texts_of(model, mode)
-        model.add_adapter("two", adapter("lora"))
-        model.base_model.set_adapter(["one", "two"])
-        found["one and two"] = texts_of(model.eval(), mode)
-        model.add_weighted_adapter(["one", "two"], [0.5, 0.2], "mixed", combination_type="linear")
-        model.set_adapter("mixed")
-        found["mixed"] = texts_of(model.eval(), mode)
-        found["unloaded"] = texts_of(model.unload(), mode)
-        disable(base)
-        return found
-
-    expected = call(False)
-    stats(reset=True)
-    found = call(True)
-    assert found == expected
-    assert num_different(found) == 4 and found["plain"] == found["unloaded"]
-    assert stats(reset=True) == (5 * NEW, 0, {})
-
-
-def test_peft_of_what_is_saved(tmp_path):
-    """A copy that is loaded is not enabled."""
-    model = peft.get_peft_model(llama(), adapter("lora")).eval()
-    with fused_decoding(model):
-        model.save_pretrained(tmp_path)
-        loaded = peft.PeftModel.from_pretrained(llama(), tmp_path).eval()
-        stats(reset=True)
-        expected = texts_of(loaded, "greedy")
-        assert stats(reset=True) == (0, 0, {})
-        assert texts_of(model, "greedy") == expected != texts_of(llama(), "greedy")
-        assert stats(reset=True) == (NEW, 0, {})
-    _, counted = both_ways(loaded, lambda: texts_of(loaded, "beams"))
-    assert counted == (NEW, 0, {})
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampling"])
@@ -313,43 +306,6 @@ def test_lm_eval(mode):
     assert counted == (2 * NEW + (7 if mode == "beams" else 6), 0, {})
 
 
-def test_lm_eval_of_a_task():
-    model = llama()
-    evaluator = evaluated(model)
-    first, *_ = whole_texts = answers(evaluator)
-    config = {
-        "task": "words",
-        "custom_dataset": lambda **_: {
-            "test": Dataset.from_list([{"question": each, "answer": first} for each in PROMPTS])
-        },
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": [piece(whole_texts[1])], "max_gen_toks": NEW, "do_sample": False},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-
-    def call():
-        results = lm_eval.simple_evaluate(evaluator, tasks=[ConfigurableTask(config=config)], bootstrap_iters=0)
-        return results["results"]["words"]["exact_match,none"], [each["resps"] for each in results["samples"]["words"]]
-
-    (score, _), counted = both_ways(model, call)
-    assert score == 1 / len(PROMPTS)
-    # The last batch is the text that has the stop sequence.
-    assert counted == (2 * NEW + 6, 0, {})
-
-
-def test_lm_eval_in_mixed_precision():
-    model = llama()
-    evaluator = HFLM(
-        pretrained=model, tokenizer=word_tokenizer(), batch_size=2, device="cpu", max_length=64,
-        mixed_precision_dtype="bfloat16",
-    )  # fmt: skip
-    _, counted = both_ways(model, lambda: answers(evaluator))
-    assert counted == (0, 3 * NEW, {"autocast": 3})
-
-
 # Pipelines of transformers
 
 
@@ -373,117 +329,6 @@ def test_text_generation(options):
     found, counted = both_ways(model, call)
     assert len(found) == len(PROMPTS)
     assert counted == (3 * NEW, 0, {})
-
-
-def test_text_generation_with_a_stop_sequence():
-    model = llama()
-    write = pipeline("text-generation", model=model, tokenizer=word_tokenizer())
-
-    def call(**more):
-        return write(PROMPTS[0], max_new_tokens=NEW, do_sample=False, return_full_text=False, **more)[0][
-            "generated_text"
-        ]
-
-    words = call().split()
-    text, counted = both_ways(model, lambda: call(stop_sequence=words[5]))
-    assert text.split() == words[:6]
-    assert counted == (6, 0, {})
-
-
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-END, START, NO_TIMESTAMPS = "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"
-LANGUAGES, TASKS = ["<|en|>", "<|de|>"], ["<|translate|>", "<|transcribe|>"]
-SPECIAL = [END, START, *LANGUAGES, *TASKS, "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", NO_TIMESTAMPS]
-# Of a piece of sound of one second, the last of all tokens.
-TIMESTAMPS = [f"<|{i * 0.02:.2f}|>" for i in range(51)]
-ID_OF = {token: i for i, token in enumerate((*BYTES, *SPECIAL, *TIMESTAMPS))}
-RATE = 16_000
-
-
-def whisper() -> WhisperForConditionalGeneration:
-    """It hears one second at a time."""
-    torch.manual_seed(0)
-    sizes = {
-        f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in (("layers", 2), ("attention_heads", 4))
-    }
-    config = WhisperConfig(
-        vocab_size=len(ID_OF),
-        d_model=32,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        num_mel_bins=8,
-        max_source_positions=50,
-        max_target_positions=64,
-        init_std=0.3,
-        decoder_start_token_id=ID_OF[START],
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), ID_OF[END]),
-        **sizes,
-    )
-    model = WhisperForConditionalGeneration(config).eval()
-    # With the embedding of the tokens that are read a token would choose itself.
-    head = torch.nn.Linear(config.d_model, config.vocab_size, bias=False)
-    torch.nn.init.normal_(head.weight, std=0.5)
-    model.set_output_embeddings(head)
-    options = model.generation_config
-    options.no_timestamps_token_id, options.max_initial_timestamp_index = ID_OF[NO_TIMESTAMPS], 25
-    options.is_multilingual, options.lang_to_id = True, {each: ID_OF[each] for each in LANGUAGES}
-    options.task_to_id = {each.strip("<|>"): ID_OF[each] for each in TASKS}
-    options.prev_sot_token_id = ID_OF["<|startofprev|>"]
-    options.alignment_heads = [[0, 0], [1, 1]]
-    options.max_length = 40
-    options.begin_suppress_tokens, options.suppress_tokens = [ID_OF[END]], [ID_OF["<|startoflm|>"]]
-    return model
-
-
-def recognizer(model):
-    tokenizer = WhisperTokenizer(vocab={each: ID_OF[each] for each in BYTES}, merges=[], pad_token=END)
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    tokenizer.add_tokens(TIMESTAMPS)
-    assert tokenizer.get_vocab() == ID_OF
-    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=1, sampling_rate=RATE)
-    return pipeline("automatic-speech-recognition", model=model, tokenizer=tokenizer, feature_extractor=extractor)
-
-
-def noise(seconds: float) -> np.ndarray:
-    """It grows louder."""
-    length = int(seconds * RATE)
-    drawn = np.random.default_rng(0).normal(size=length).astype(np.float32)
-    return drawn * np.linspace(0.1, 1, length, dtype=np.float32)
-
-
-# As users of long sounds set them: each piece is read again with draws where its text is improbable or repeats itself.
-FALLBACK = {
-    "num_beams": 1, "temperature": (0.0, 0.4, 0.8), "compression_ratio_threshold": 1.35, "logprob_threshold": -1.0,
-    "no_speech_threshold": 0.6, "condition_on_prev_tokens": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        # The pipeline's own five beams.
-        {"return_timestamps": True},
-        {"return_timestamps": True, "return_language": True, "generate_kwargs": {"num_beams": 1}},
-        {"return_timestamps": True, "generate_kwargs": {"language": "de", "task": "translate", "num_beams": 1}},
-        {"return_timestamps": True, "generate_kwargs": FALLBACK},
-        # The pipeline itself cuts the sound, and reads pieces in batches.
-        {"chunk_length_s": 1},
-        {"chunk_length_s": 1, "batch_size": 2, "return_timestamps": True, "generate_kwargs": {"num_beams": 1}},
-    ],
-    ids=str,
-)
-def test_speech_recognition_of_a_long_sound(options):
-    model = whisper()
-    hear, sound = recognizer(model), noise(3.3)
-
-    def call():
-        torch.manual_seed(7)
-        return hear(sound.copy(), **options)
-
-    found, counted = both_ways(model, call)
-    assert found["text"] and ("return_timestamps" not in options or len(found["chunks"]) > 1)
-    # As many as random weights write.
-    assert counted.whole > 100 and counted[1:] == (0, {})
 
 
 # smolagents
@@ -532,16 +377,3 @@ def test_smolagents_streaming(agents_model, mode):
     assert counted == (NEW, 0, {})
     _, counted = both_ways(agents_model.model, lambda: call(stop_sequences=[parts[5].strip()]))
     assert counted == (6, 0, {})
-
-
-def test_smolagents_agent(agents_model):
-    """Two steps, whose texts are no code, and an answer."""
-
-    def call():
-        agent = smolagents.CodeAgent(tools=[], model=agents_model, max_steps=2, verbosity_level=0)
-        answer = agent.run("w5 w6 w7")
-        return [answer, *(str(each.model_output) for each in agent.memory.steps[1:])]
-
-    found, counted = both_ways(agents_model.model, call)
-    assert all(found)
-    assert counted == (3 * NEW, 0, {})

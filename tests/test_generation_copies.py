@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from decoding import OPTIONS, one_thread, run, tiny  # noqa: F401
+from decoding import OPTIONS, also, one_thread, run, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding
 
 STEPS = OPTIONS["max_new_tokens"]
@@ -66,7 +66,7 @@ def test_a_copy_of_an_enabled_model_is_not_enabled(model, duplicate):
 
 
 @COPIES
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, *also(True)])
 def test_a_copy_within_a_call_is_not_enabled(model, is_compiled, duplicate):
     copies, expected = [], run(model)[0]
     if is_compiled:
@@ -119,16 +119,6 @@ def test_a_method_that_is_replaced_later_stays(model, name):
         assert torch.equal(found, expected) and len(given.topk) == steps.whole == STEPS
         assert model.__dict__[name] is patched
     assert num_calls == 4
-
-
-def test_a_patched_generate_of_an_enabled_model_can_be_saved(model):
-    expected, _ = run(model, num_beams=3)
-    enable(model)
-    model.generate = functools.partial(model.generate, num_beams=3)
-    for duplicate in (copy.deepcopy, pickled):
-        found, steps = run(duplicate(model))
-        assert torch.equal(found, expected)
-        assert steps[:3] == (0, 0, {})
 
 
 def test_a_class_whose_generate_is_an_object(model, monkeypatch):

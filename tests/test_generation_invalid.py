@@ -112,10 +112,10 @@ def test_float16_logits_that_overflow(options, num_beams):
         assert list(steps.reasons) == ["NaN among the scores"]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("spoiled", PLACES)
 @pytest.mark.parametrize("value", VALUES)
-def test_greedy_with_a_temperature(value, place):
+def test_greedy_with_a_temperature(value, spoiled):
     # Of a row with NaN no score equals the best.
-    stock, fused, steps = both(VALUES[value], *PLACES[place], logits_processor=[TemperatureLogitsWarper(0.7)])
+    stock, fused, steps = both(VALUES[value], *PLACES[spoiled], logits_processor=[TemperatureLogitsWarper(0.7)])
     assert torch.equal(stock, fused)
     assert not steps.stock, steps.reasons

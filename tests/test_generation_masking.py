@@ -6,7 +6,7 @@ import torch
 
 from decoding import FILLS, assert_whole, is_likely, masking, one_thread, prompt_of_all  # noqa: F401
 from fused_topk.generation import fused_decoding
-from whole_steps import encoder_decoder, family, source_for
+from whole_steps import family
 
 # Of them the texts hold every one, so that processors of the text leave nothing that is not masked.
 SHOWN = 24
@@ -31,17 +31,6 @@ def test_whole_steps(options, fill, num_beams):
     model = masking(family("Llama"), SHOWN, FILLS[fill])
     options = {"num_beams": num_beams, "max_new_tokens": 4, **options}
     assert_whole(model, prompt_of_all(model, SHOWN), **options)
-
-
-@FILLED
-@BEAMS
-@pytest.mark.parametrize(
-    "options", [{}, {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 1}], ids=str
-)
-def test_encoder_decoders(options, fill, num_beams):
-    model = masking(encoder_decoder("Bart"), SHOWN, FILLS[fill])
-    options = {"num_beams": num_beams, "max_new_tokens": 4, "repetition_penalty": 1.3, **options}
-    assert_whole(model, source_for(model), **options)
 
 
 @FILLED

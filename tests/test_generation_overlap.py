@@ -3,7 +3,6 @@
 model is as it was afterwards."""
 
 import asyncio
-import contextvars
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -84,16 +83,6 @@ def test_a_call_that_fails_leaves_no_trace(model, expected):
             assert torch.equal(decode(model), expected)
 
 
-def test_a_block_is_left_in_another_context_than_it_was_entered_in(model):
-    block = fused_decoding(model)
-    with left_as_it_was(model):
-        for step in (block.__enter__, lambda: block.__exit__(None, None, None)):
-            thread = threading.Thread(target=step)
-            thread.start()
-            thread.join()
-    assert run(model)[1][:3] == (0, 0, {})
-
-
 def test_a_task_that_outlives_its_block_is_not_in_it(model):
     async def both():
         async def later():
@@ -108,33 +97,6 @@ def test_a_task_that_outlives_its_block_is_not_in_it(model):
         assert (await task)[:3] == (0, 0, {})
 
     asyncio.run(both())
-
-
-def test_a_task_that_outlives_its_call_is_not_in_it(model):
-    class Failure(Exception):
-        pass
-
-    contexts = []
-
-    def fail(*args, **options):
-        contexts.append(contextvars.copy_context())
-        raise Failure
-
-    enable(model)
-    # Before and after the loop has begun.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(model), "_prepare_generation_config", fail)
-        with pytest.raises(Failure):
-            decode(model)
-    with pytest.raises(Failure):
-        decode(model, logits_processor=[fail])
-
-    def recorded():
-        with fused_decoding(model, topk_per_step=1) as given:
-            decode(model)
-        return len(given.topk)
-
-    assert [context.run(recorded) for context in contexts] == [STEPS] * 2
 
 
 @pytest.mark.parametrize("how", ["block", "disable"])
@@ -168,15 +130,6 @@ def test_a_call_that_outlives_what_asked_for_it_stays_fused(model, expected, how
         may_go_on.set()
         assert torch.equal(found.result(), expected[:1])
         assert stats(reset=True)[:3] == (STEPS, 0, {})
-
-
-def test_a_thread_that_was_started_in_a_block_is_fused_and_not_recorded(model, expected):
-    with fused_decoding(model, topk_per_step=2) as given, ThreadPoolExecutor(1) as pool:
-        decode(model)
-        before = given.topk
-        assert torch.equal(pool.submit(decode, model).result(), expected)
-        assert given.topk is before and len(before) == STEPS
-    assert stats(reset=True)[:3] == (2 * STEPS, 0, {})
 
 
 def test_enable_and_disable_within_a_block_hold_after_it(model):
@@ -252,28 +205,6 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
     assert STEPS * sum(num_counted) <= steps.whole <= STEPS * sum(num_calls)
     assert run(model)[1][:3] == (0, 0, {})
     assert torch.equal(decode(model), expected)
-
-
-def test_cancelled_tasks_leave_no_trace(model):
-    async def work():
-        with fused_decoding(model):
-            await asyncio.to_thread(decode, model)
-            await asyncio.sleep(60)
-
-    async def all_of_them():
-        tasks = [asyncio.create_task(work()) for _ in range(4)]
-        # Some are cancelled while their call runs in a thread, which goes on.
-        for task in tasks:
-            await asyncio.sleep(0.01)
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    with left_as_it_was(model):
-        # Waits for the threads at its end.
-        asyncio.run(all_of_them())
-    steps = stats(reset=True)
-    assert steps.whole % STEPS == 0 and steps.stock == 0
-    assert run(model)[1][:3] == (0, 0, {})
 
 
 def test_a_block_does_not_change_the_options_of_other_threads(model):

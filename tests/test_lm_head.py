@@ -38,21 +38,6 @@ def logits_of(model, ids):
         return model(input_ids=ids).logits
 
 
-def test_plain_head_is_recognised():
-    model, ids = model_of("llama"), tokens()
-    found = lm_head.run_with_head(model, {"input_ids": ids})
-    assert isinstance(found, lm_head.HeadInput) and found.weight is model.lm_head.weight
-    torch.testing.assert_close(torch.nn.functional.linear(*found).detach(), logits_of(model, ids))
-    assert model not in lm_head._refused
-
-
-def test_soft_cap_is_refused():
-    model, ids = model_of("gemma2"), tokens()
-    found = lm_head.run_with_head(model, {"input_ids": ids})
-    assert torch.equal(found.detach(), logits_of(model, ids))
-    assert model in lm_head._refused
-
-
 @pytest.mark.parametrize("written", ["logits", "hidden states"])
 def test_a_model_that_writes_to_its_logits_or_its_hidden_states_is_refused(written):
     model, ids = model_of("llama"), tokens()

@@ -85,7 +85,7 @@ def test_examples_print_what_they_say(document):
 def test_all_python_on_pages_is_run():
     for document in (README, *PAGES):
         fences = re.findall(r"^```(\w+)$", document.read_text(), re.MULTILINE)
-        # Those of training.md need an environment of their own: tests/trl_trainer.py runs them.
+        # Those of training.md need an environment of their own: tests/clients.py runs them.
         elsewhere = {"distributed.md": len(_programs()), "training.md": 1}
         assert fences.count("py") == elsewhere.get(document.name, 0), document.name
         assert set(fences) <= {"python", "py", "text", "bash"}, document.name

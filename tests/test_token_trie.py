@@ -65,25 +65,9 @@ def check(module, seeds) -> None:
         module._NARROW, module._MASK_BYTES = before
 
 
-@pytest.mark.parametrize("seeds", [range(25), *also(*(range(n, n + 250) for n in range(100, 2100, 250)))])
+@pytest.mark.parametrize("seeds", [range(25), *also(*(range(n, n + 250) for n in range(100, 600, 250)))])
 def test_random_catalogues(seeds):
     check(token_trie, seeds)
-
-
-@pytest.mark.parametrize(
-    "items",
-    [
-        [[7]],
-        [[0]],
-        [[96]],
-        [[token] for token in range(97) if token != END],
-        [[1] * 20],
-        [[1] * n for n in (20, 1, 19)],
-    ],
-    ids=["one", "token_0", "last_token", "whole_vocabulary", "deep", "beginnings"],
-)
-def test_catalogues_at_the_edge(items):
-    check_catalogue(token_trie, items, END, random.Random(0))
 
 
 def equal(one: TokenTrie, other: TokenTrie) -> bool:
@@ -205,11 +189,6 @@ def test_a_file_of_another_format(tmp_path, kind):
 def test_what_is_no_catalogue(items, end, error, message):
     with pytest.raises(error, match=message):
         TokenTrie(items, end)
-
-
-def test_sparse_items():
-    with pytest.raises(TypeError, match=r"`sequences` must be a dense tensor, got layout torch.sparse_coo; .*to_dense"):
-        TokenTrie(torch.ones(2, 2).long().to_sparse(), END)
 
 
 def test_the_greatest_token():

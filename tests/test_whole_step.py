@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 
-from decoding import also, assert_whole, generate_both, inputs_for, one_thread, stock_gap, tiny  # noqa: F401
+from decoding import also, assert_whole, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from whole_steps import OTHER_LAYERS, SERVED, family, swaps, whole
 
 # Each way that attention, positions and experts are computed.
@@ -15,7 +15,7 @@ _QUICK = [
 ]
 
 
-@pytest.mark.parametrize("num_beams", [1, 3, *also(4, 8)])
+@pytest.mark.parametrize("num_beams", [1, 3, *also(8)])
 @pytest.mark.parametrize("name", [*_QUICK, *also(*(name for name in SERVED if name not in _QUICK))])
 def test_families(name, num_beams):
     options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 14}
@@ -24,12 +24,12 @@ def test_families(name, num_beams):
         model = family(name, seed)
         inputs = inputs_for(model, batch=3, padding=3)
         # Of two candidates a rounding apart stock takes one in float32 and the other in float64.
-        if compared < 3 and stock_gap(model, inputs, **options) > 2e-5:
+        if compared < 2 and stock_gap(model, inputs, **options) > 2e-5:
             result = assert_whole(model, inputs, **options)
             compared += 1
             crossed += 0 if num_beams == 1 else swaps(result, num_beams)
-    assert compared == 3
-    assert num_beams == 1 or crossed >= 30
+    assert compared == 2
+    assert num_beams == 1 or crossed >= 20
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
@@ -40,7 +40,7 @@ def test_layers_of_other_kinds(name, num_beams):
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Mistral"])
+@pytest.mark.parametrize("name", ["Gemma2", *also("Llama", "Mistral")])
 def test_the_models_own_attention_decides_of_the_cap(name, num_beams):
     for attention in (None, "eager"):
         assert_whole(family(name, attention=attention), num_beams=num_beams, max_new_tokens=14)
@@ -89,14 +89,6 @@ def test_options(options, num_beams):
 )
 def test_a_prompt_of_one_token(name, num_beams):
     assert_whole(family(name), inputs_for(family(name), batch=2, length=1), num_beams=num_beams)
-
-
-@pytest.mark.parametrize(
-    ("name", "vocab_size"), [("llama", 128256), *also(("gpt2", 50257), ("t5", 32128), ("whisper", 51865))]
-)
-def test_vocabularies_of_real_sizes(name, vocab_size):
-    for num_beams in (1, 4):
-        assert_whole(tiny(name, vocab_size=vocab_size), num_beams=num_beams, max_new_tokens=6)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

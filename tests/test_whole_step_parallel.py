@@ -28,7 +28,7 @@ CHECKS = [
     and list(inspect.signature(check).parameters) == ["rank", "size"]
 ]
 # The processes of the plain tier run these alone.
-QUICK = ["sampling", "what_is_exchanged", "processes_that_differ"]
+QUICK = ["sampling", "what_is_exchanged", "a_process_that_differs"]
 if not whole_parallel_checks.IS_SERVED:
     CHECKS = QUICK = [OF_WHOLE_HEADS]
 are_served = pytest.mark.skipif(QUICK == CHECKS, reason="this version of transformers does not spread LM heads")

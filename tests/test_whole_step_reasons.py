@@ -74,6 +74,19 @@ def test_a_generate_that_takes_only_what_it_knows(of, model):
     assert stats(reset=True).reasons == {"a generate() that takes no custom_generate": 1}
 
 
+class Reversed(transformers.LogitsProcessorList):
+    """A list of processors that does something of its own."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return -super().__call__(input_ids, scores, **kwargs)
+
+
+def test_a_list_of_processors_that_a_models_own_method_gives(model):
+    given = Reversed([transformers.SuppressTokensLogitsProcessor([8])])
+    model = of_another_class(model, _get_logits_processor=lambda self, *args, **kwargs: given)
+    assert_declined(model, "logits processors in a Reversed", num_beams=3, max_new_tokens=6, output_scores=False)
+
+
 def test_a_method_that_is_patched_for_all_models(model, monkeypatch):
     name = "prepare_inputs_for_generation"
     assert_whole(model, **BEAMS)
@@ -143,6 +156,11 @@ def test_hooks_of_all_modules(register, hook, model):
     finally:
         handle.remove()
     assert_whole(model, **BEAMS)
+
+
+def test_autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_declined(model, "autocast", max_new_tokens=6)
 
 
 def test_processes_that_wait_for_each_other(model):

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
+from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decoding import inputs_for, stats
@@ -43,20 +43,6 @@ class Listing(Keeping):
         return self.layer(*args, **kwargs)
 
 
-class Steering(Keeping):
-    """One that changes the first pass only."""
-
-    def __init__(self, layer):
-        super().__init__(layer)
-        self.is_first = True
-
-    def forward(self, *args, **kwargs):
-        found = self.layer(*args, **kwargs)
-        found = found * 1.5 if self.is_first else found
-        self.is_first = False
-        return found
-
-
 class Buffered(Keeping):
     """One that writes to a buffer."""
 
@@ -67,16 +53,6 @@ class Buffered(Keeping):
     def forward(self, *args, **kwargs):
         self.passes += 1
         return self.layer(*args, **kwargs)
-
-
-class Counting(LlamaForCausalLM):
-    """A model that counts its passes."""
-
-    passes = 0
-
-    def forward(self, *args, **kwargs):
-        self.passes += 1
-        return super().forward(*args, **kwargs)
 
 
 class NormHead(nn.Linear):
@@ -108,12 +84,8 @@ def with_dropout(model):
     model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.3).train())
 
 
-CHANGES = {kind.__name__: with_layer(kind) for kind in (Keeping, Listing, Steering, Buffered)}
-CHANGES |= {
-    "NormHead": with_head,
-    "dropout": with_dropout,
-    "counting": lambda model: setattr(model, "__class__", Counting),
-}
+CHANGES = {kind.__name__: with_layer(kind) for kind in (Keeping, Listing, Buffered)}
+CHANGES |= {"NormHead": with_head, "dropout": with_dropout}
 
 
 def state_of(model):

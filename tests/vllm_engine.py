@@ -96,10 +96,6 @@ def stock():
         fused.enable()
 
 
-def mode_of(engine: LLM) -> str:
-    return engine.llm_engine.model_config.logprobs_mode
-
-
 def generate(engine: LLM, prompts: list[list[int]], parameters) -> list:
     return engine.generate([{"prompt_token_ids": each} for each in prompts], parameters, use_tqdm=False)
 
@@ -221,58 +217,6 @@ def test_beams_and_grammars(engine):
     both_ways(lambda: tokens_of(generate(engine, PROMPTS[:2], parameters)))
     first, second, _ = generate(engine, PROMPTS[:1], parameters[0])[0].outputs[0].token_ids
     assert 10 <= first <= 13 and 20 <= second <= 25
-
-
-def kept_probabilities(logprobs: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
-    """In float64, in vLLM's order."""
-    scaled, order = (logprobs / temperature).sort(descending=True)
-    if min_p:
-        scaled[scaled < scaled[0] + math.log(min_p)] = -math.inf
-    if top_k:
-        scaled[top_k:] = -math.inf
-    probabilities = scaled.softmax(-1)
-    probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0
-    return torch.zeros_like(logprobs).scatter_(0, order, probabilities / probabilities.sum())
-
-
-SETTINGS = [
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_k": 50},
-    {"top_p": 0.9},
-    {"top_k": 60, "top_p": 0.8, "min_p": 0.01},
-]
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_draws_have_the_stock_probabilities(engine, setting):
-    """Chi-square over 20,000 draws of a first token."""
-    if mode_of(engine) != "raw_logprobs":
-        pytest.skip("draws do not depend on what is reported")
-    prompt, draws = [5, 6, 7], 20_000
-    with stock():
-        all_of_them = SamplingParams(max_tokens=1, temperature=1.0, logprobs=VOCAB)
-        (found,) = generate(engine, [prompt], all_of_them)[0].outputs[0].logprobs
-    logprobs = torch.tensor([found[token].logprob for token in range(VOCAB)], dtype=torch.float64)
-    expected = draws * kept_probabilities(logprobs, **setting)
-    fused.stats(reset=True)
-    results = generate(
-        engine, [prompt] * (draws // 250), SamplingParams(n=250, max_tokens=1, **{"temperature": 1.0} | setting)
-    )
-    drawn = torch.tensor([each.token_ids[0] for one in results for each in one.outputs])
-    assert len(drawn) == draws and fused.stats().fused > 20 and not fused.stats().reasons
-    counts = drawn.bincount(minlength=VOCAB).double()
-    assert not counts[expected == 0].any()
-    # Tokens that are expected less than five times are one cell.
-    is_rare = expected < 5
-    cells = torch.stack((counts, expected))[:, ~is_rare]
-    if is_rare.any() and expected[is_rare].sum() > 5:
-        rare = torch.stack((counts[is_rare].sum(), expected[is_rare].sum()))
-        cells = torch.cat((cells, rare[:, None]), 1)
-    statistic = ((cells[0] - cells[1]) ** 2 / cells[1]).sum()
-    freedom = cells.shape[1] - 1
-    assert freedom >= 4
-    # Five deviations of a normal distribution, to which the square root of the statistic is near.
-    assert (2 * statistic).sqrt() - math.sqrt(2 * freedom - 1) < 5
 
 
 def different_parameters(count: int, tokens: int) -> list[SamplingParams]:

@@ -249,6 +249,14 @@ def what_is_exchanged(rank: int, size: int) -> None:
     assert given[0][0] == asked and given[0][-6:] == given[1], given
 
 
+def a_process_that_differs(rank: int, size: int) -> None:
+    """All run stock's generate(), and the next call is whole."""
+    model, alone = models()
+    expected, is_last = sequences(alone), rank == size - 1
+    assert_stock(CLOCK if is_last else UNLIKE, model, expected, **({"max_time": 1000.0} if is_last else {}))
+    assert torch.equal(whole(model), expected)
+
+
 def processes_that_differ(rank: int, size: int) -> None:
     """Whatever differs, all run stock's generate(), and the next call is whole."""
     model, alone = models()
