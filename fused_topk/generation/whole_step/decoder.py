@@ -122,13 +122,14 @@ class Decoder:
 
     def let_sizes_vary(self, tokens: Tensor, step: Tensor, shown: Tensor, prepared: tuple[Tensor, ...]) -> None:
         """Makes code that is compiled for a step serve other numbers of rows and places. Args: shown: of that length. See :meth:`forward`."""
-        for tensor, dims in ((tokens, (0,)), (shown, (0,)), (self._is_text, (0, 1))):
+        for tensor, dims in ((tokens, (0,)), (shown, (0,)), (self._is_text, (1,))):
             let_vary(tensor, dims)
         let_vary(self._last_positions, (self._last_positions.dim() - 2,))
         if self._source is not None:
             let_vary(self._source, (0, 1))
             let_vary(self._of_source["encoder_outputs"].last_hidden_state, (0, 1))
         vary = hide if self.shares_code else let_vary
+        vary(self._is_text, (0,))
         for each in prepared:
             vary(each, (0, 2, 3) if each.dim() == 4 else tuple(range(each.dim())))
         for layer in self._all_layers:
