@@ -277,7 +277,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 def _write(kept: Tensor, written: Tensor, places: Tensor) -> None:
     """Writes a new token of each beam. Args: kept: of a layer. written: [batch * beams, heads, 1, dim]. places: int64 [beams]."""
-    kept.index_copy_(2, places, _of_beams(written, len(places)))
+    kept.index_copy_(2, places, _of_beams(written, places.shape[0]))
 
 
 # The same as one operation of torch.compile.
