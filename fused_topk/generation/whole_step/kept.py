@@ -7,8 +7,8 @@ Shapes are few: prompts and sources are rounded up, prompts with padding before 
 The room for new tokens is no part of the shape. It grows in a call as its texts do (:mod:`room`), and the tensors with it. Where an
 earlier call had more room, a step looks only at the first places of the tensors. On a GPU a step is captured for each size of room.
 
-Compiled code serves all batches, lengths and sizes of room. So few shapes need code of their own, and the code is kept when the
-tensors and graphs of a shape are dropped.
+Compiled code serves all batches, lengths and sizes of room, on a CPU all numbers of beams, too. So few shapes need code of their own, and
+the code is kept when the tensors and graphs of a shape are dropped.
 
 A captured shape has three kinds of step. One does the forward pass and the choice of tokens. The second does the same, and chooses among
 the tokens of a mask. The third does the forward pass alone, for calls with other processors, with sampling or with scores to be returned.
