@@ -226,15 +226,16 @@ class KeptStep:
         return run
 
     def _made(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
-        run: Callable[[], Any] = graphs.Bound(function, args)
-        if not self.shape.way.is_captured:
-            self.decoder.let_sizes_vary(*args[1:])
-            of_code = self.shape.of_code(self.decoder.shares_code)
-            run = OneGraph(self._codes.of(function, (of_code, self.head is None)), args)
+        run: Callable[[], Any]
         try:
-            run()
             if not self.shape.way.is_captured:
+                self.decoder.let_sizes_vary(*args[1:])
+                of_code = self.shape.of_code(self.decoder.shares_code)
+                run = OneGraph(self._codes.of(function, (of_code, self.head is None)), args)
+                run()
                 return run
+            run = graphs.Bound(function, args)
+            run()
             graph = self._captured(run)
         # An error of torch.compile, of the C++ compiler, or of the capture. Whatever it is, the call runs without.
         except Exception as error:
