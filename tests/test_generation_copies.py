@@ -130,13 +130,16 @@ def test_a_class_whose_generate_is_an_object(model, monkeypatch):
 
 
 def test_an_enabled_model_is_freed(model):
+    """And leaves nothing in its class."""
     other = copy.deepcopy(model)
+    kind = other.__class__ = type("Freed", (type(model),), {"__module__": type(model).__module__})
     enable(other)
     run(other)
+    assert "generate" in vars(kind)
     reference = weakref.ref(other)
     del other
     gc.collect()
-    assert reference() is None
+    assert reference() is None and "generate" not in vars(kind)
 
 
 def test_a_copy_of_a_model_with_a_generate_of_its_own(model):

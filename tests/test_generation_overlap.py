@@ -13,6 +13,7 @@ import torch
 
 from decoding import OPTIONS, inputs_for, one_thread, own_model, run, stats  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding
+from whole_steps import traced_only  # noqa: F401
 
 STEPS = OPTIONS["max_new_tokens"]
 THREADS = 8
@@ -207,11 +208,11 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
     assert torch.equal(decode(model), expected)
 
 
-def test_a_block_does_not_change_the_options_of_other_threads(model):
+def test_a_block_does_not_change_the_options_of_other_threads(model, traced, caplog):
     enable(model)
-    with fused_decoding(model, topk_per_step=2) as block, ThreadPoolExecutor(1) as pool:
+    with fused_decoding(model, compile=True, topk_per_step=2) as block, ThreadPoolExecutor(1) as pool:
         pool.submit(decode, model, do_sample=True).result()
         assert stats(reset=True)[:3] == (STEPS, 0, {})
-        assert not block.topk
+        assert not block.topk and not caplog.messages
         decode(model)
-        assert len(block.topk) == STEPS
+        assert len(block.topk) == STEPS and "was compiled" in caplog.text
