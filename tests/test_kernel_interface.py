@@ -13,6 +13,7 @@ import kernel_names
 from fused_topk.cuda_runtime import kernel_source
 from fused_topk.layout import attention_launch, kernel_arguments, launch, router_launch, topk_choice, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, Method
+from kept import built
 from simt import build
 from simt.translate import translate
 
@@ -41,7 +42,13 @@ def failures(kernel: str, claims: Iterable[str], architecture: int = 90) -> str:
     text = f'#include "ptx.h"\n{translate(kernel_source.translation_unit(kernel))}\nnamespace fused_topk {{\n'
     text += "".join(f"static_assert({claim});\n" for claim in claims) + "}\n"
     options = [*build._COMMON, f"-D__CUDA_ARCH__={architecture}0", "-w", "-fsyntax-only", "-x", "c++", "-"]
-    return subprocess.run([build._COMPILER, *options], input=text, capture_output=True, text=True).stderr
+
+    def compiled(_, path) -> None:
+        done = subprocess.run([build._COMPILER, *options], input=text, capture_output=True, text=True)
+        path.write_text(done.stderr)
+
+    name = build._key(text, build._texts(build._FOR_KERNELS), *options)
+    return built(f"{name}.stderr", compiled).read_text()
 
 
 SWAPPED = {ctypes.c_float: ctypes.c_int32, ctypes.c_double: ctypes.c_int64, ctypes.c_uint32: ctypes.c_float}
