@@ -40,7 +40,7 @@ def test_row_topk_compile(backend, entry, dynamic):
 
 @pytest.mark.parametrize("entry", [*ENTRIES, "beam_topk"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compile_forward_and_backward(native, entry, dynamic, compiler):
     if compiler == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("inductor needs a C++ compiler")

@@ -89,7 +89,7 @@ def test_every_argument(name):
 
 # One function of each family; the others launch the same kernels.
 FAMILIES = ("softmax_topk", "topk_state", "softmax", "merge_topk", "router_topk")
-PLAIN = (*FAMILIES, "beam_topk", "sample", "token_logprobs", "linear_token_logprobs")
+PLAIN = (*FAMILIES, "beam_topk", "sample", "token_logprobs")
 
 
 @pytest.mark.parametrize(
