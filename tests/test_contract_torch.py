@@ -25,8 +25,16 @@ OPERATORS = (
     "softmax_topk", "beam_topk", "softmax", "merge_states", "router_topk", "sample", "token_logprobs",
     "linear_log_softmax_topk", "linear_sample", "linear_token_logprobs",
 )  # fmt: skip
-# torch.compile takes seconds. Other files compile row_topk, beam_topk and heads.
-COMPILED = ("softmax", "merge_states", "router_topk", "sample", "token_logprobs")
+# torch.compile takes seconds. test_operators.py compiles row_topk and beam_topk.
+COMPILED = (
+    "softmax",
+    "merge_states",
+    "router_topk",
+    "sample",
+    "token_logprobs",
+    "linear_log_softmax_topk",
+    "linear_token_logprobs",
+)
 EACH_OPERATOR = pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in OPERATORS else pytest.mark.exhaustive) for x in NAMES]
 )

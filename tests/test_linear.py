@@ -20,7 +20,7 @@ from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import linear_backward, linear_pieces
 from fused_topk.problem import LinearProblem
 from fused_topk.rows import LogitRows
-from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits, gradients_in_pieces, merged_in_pieces
+from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits, merged_in_pieces
 from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import packed, random_mask
 from test_tokens import assert_right
@@ -162,32 +162,6 @@ def test_linear_of_many_rows_on_a_gpu(cuda):
         assert_topk(TopK(*(x[part] for x in got.topk)), want, logits, "log_softmax_topk")
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES)
-@pytest.mark.parametrize("of_piece", [1024, 10**6])
-def test_linear_several_tokens(monkeypatch, call, dtype, of_piece):
-    """Of a row's own best tokens, whose values the result has; and the gradient of a loss over them."""
-    hidden, weight, bias = exact_head((2, 5), 24, 2500, ALL_DTYPES[dtype])
-    merged_in_pieces(monkeypatch, 3, of_piece, 2)
-    gradients_in_pieces(monkeypatch, 3, of_piece)
-    best = call("linear_log_softmax_topk", hidden, weight, 9, bias, temperature=0.8)
-    tokens = best.indices.clone()
-    tokens[0, 1, 2] = -1
-    learned = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    found = call("linear_token_logprobs", *learned, tokens, bias, temperature=0.8)
-    assert found.ranks is None and found.topk is None
-    wanted = best.values.where(tokens >= 0, torch.nan)
-    # Both are rounded once, from states that may be merged from other pieces.
-    torch.testing.assert_close(found.logprobs.detach(), wanted, rtol=4e-7, atol=2e-6, equal_nan=True)
-    if dtype == "fp64":
-        share = torch.arange(90.0, dtype=torch.float64).view(2, 5, 9)
-        (found.logprobs.where(tokens >= 0, 0.0) * share).sum().backward()
-        stock = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logp = (torch.nn.functional.linear(*stock, bias) / 0.8).log_softmax(-1).gather(-1, tokens.clamp(min=0))
-        (logp.where(tokens >= 0, 0.0) * share).sum().backward()
-        for got, want in zip(learned, stock):
-            torch.testing.assert_close(got.grad, want.grad)
-
-
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_linear_native_kernel(cpu, instruction_set, dtype):
@@ -298,13 +272,6 @@ def test_linear_special_values(monkeypatch, call, tokens, is_native):
     check(call, "linear_log_softmax_topk", hidden, weight, 700, bias, mask=mask)
     bias[7] = torch.nan
     check(call, "linear_topk", hidden, weight, 700, bias)
-
-
-def test_linear_of_one_row(backend):
-    """Of no leading dimension. test_contract.py has strides of the operands."""
-    hidden, weight, bias = exact_head((4, 6), 24, 1500, torch.float32, backend.device)
-    whole = check(backend, "linear_topk", hidden, weight, 9, bias)
-    assert_same(backend("linear_topk", hidden[1, 2], weight, 9, bias), TopKLogits(*(x[1, 2] for x in whole)))
 
 
 def test_linear_without_rows(backend):

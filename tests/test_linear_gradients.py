@@ -7,49 +7,12 @@ import pytest
 import torch
 
 import fused_topk
-from contract_results import flat
 from fused_topk import arguments
-from fused_topk.rows import LogitRows
-from linear_heads import ENTRIES, exact_head, exact_logits, gradients_in_pieces, merged_in_pieces
+from linear_heads import exact_head, exact_logits, gradients_in_pieces
 from oracle import DTYPES
 from rows import packed, random_logits, random_mask
 
 pytestmark = pytest.mark.usefixtures("exact_library_products")
-
-
-@pytest.mark.parametrize("entry", [*ENTRIES, "linear_token_logprobs"])
-@pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
-@pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_linear_gradcheck(monkeypatch, entry, normalize, mask_kind, in_pieces):
-    vocab_size = 11
-    if in_pieces:
-        # The borders of these pieces need not suit a packed mask's words, so there the tokens stay together.
-        tokens = vocab_size if mask_kind == "packed" else 4
-        merged_in_pieces(monkeypatch, 2, tokens, 2)
-        gradients_in_pieces(monkeypatch, 2, tokens)
-    generator = torch.Generator().manual_seed(5)
-    hidden = torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(vocab_size, 5, generator=generator, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(vocab_size, generator=generator, dtype=torch.float64, requires_grad=True)
-    mask = random_mask(3, vocab_size, share=0.7)
-    settings = {}
-    if entry != "linear_topk":
-        settings = {"normalize": normalize, "temperature": torch.tensor([0.7, 1.0, 1.9], dtype=torch.float64)}
-    if mask_kind != "none":
-        settings["mask"] = mask if mask_kind == "bool" else packed(mask)
-    tokens = torch.tensor([int(mask[0].int().argmax()), -100, int(mask[2].int().argmax())])
-    is_of_tokens = entry == "linear_token_logprobs"
-    if is_of_tokens and normalize == "topk":
-        settings["normalize"], tokens = "allowed", torch.stack([tokens, tokens.flip(0)], -1)
-
-    def function(hidden, weight, bias):
-        if not is_of_tokens:
-            return getattr(fused_topk, entry)(hidden, weight, 3, bias, **settings)[::2]
-        found = fused_topk.linear_token_logprobs(hidden, weight, tokens, bias, k=3, **settings)
-        return found.topk.values, found.logsumexp, found.logprobs.where(tokens >= 0, 0.0)
-
-    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -119,19 +82,6 @@ def test_linear_gradients_of_equal_tokens(monkeypatch, backend, dtype, mask_kind
         assert ((got.double() - exact).abs() <= u * terms + 2.0**-25 * vocab_size).all()
 
 
-def test_linear_gradient_of_a_common_offset(backend):
-    """A bias of 1e4 on all tokens changes the gradient by the rounding of the logits only."""
-    hidden, weight, _ = exact_head(40, 8, 300, torch.float32, backend.device)
-    grads = []
-    for offset in (0.0, 1e4):
-        given = hidden.clone().requires_grad_()
-        bias = torch.full((300,), offset, device=backend.device)
-        backend("linear_log_softmax_topk", given, weight, 4, bias).logsumexp.sum().backward()
-        grads.append(given.grad)
-    # The logits are multiples of 1/32, exact at 1e4 too.
-    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=2e-6)
-
-
 def test_linear_has_no_second_gradient():
     hidden, weight, _ = exact_head(3, 8, 30, torch.float32)
     hidden.requires_grad_()
@@ -152,39 +102,6 @@ def test_linear_has_no_second_gradient():
 # ---- torch ----
 
 
-@pytest.mark.parametrize("has_targets", [False, True])
-@pytest.mark.parametrize("keeps_state", [False, True])
-def test_linear_opcheck(has_targets, keeps_state):
-    hidden, weight, bias = exact_head((2, 3), 8, 50, torch.float32)
-    learned = [x.requires_grad_(keeps_state) for x in (hidden, weight, bias)]
-    targets = torch.tensor([[1, 2, 3], [4, 5, 6]]).unsqueeze(-1) if has_targets else None
-    hidden, weight, bias = learned
-    head = (*LogitRows(hidden, temperature=0.7, mask=random_mask(2, 3, 50)), weight, bias, targets, "allowed")
-    # Logits are kept of no call that is traced.
-    of_targets = (has_targets, has_targets, False)
-    arguments = (*head, 4, "softmax", None, "last" if has_targets else None, keeps_state, *of_targets)
-    torch.library.opcheck(torch.ops.fused_topk.linear_topk.default, arguments)
-
-
-@pytest.mark.parametrize("entry", [*ENTRIES, "linear_token_logprobs"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_linear_compile(entry, dynamic):
-    torch._dynamo.reset()
-    function = getattr(fused_topk, entry)
-    compiled = torch.compile(lambda *a, **s: function(*a, **s), fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for rows in (2, 5):
-        hidden, weight, bias = exact_head(rows, 8, 50, torch.float32)
-        results = []
-        for run in (function, compiled):
-            learned = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-            wanted = torch.arange(rows) if entry == "linear_token_logprobs" else 4
-            found = [x for x in run(learned[0], learned[1], wanted, learned[2]) if x is not None]
-            (found[0] * torch.arange(1, 1 + found[0].shape[-1])).sum().backward()
-            results.append([*(x.detach() for x in found), *(x.grad for x in learned)])
-        for got, want in zip(*results):
-            torch.testing.assert_close(got, want)
-
-
 def test_linear_compile_does_not_look_for_dtensors(monkeypatch):
     """torch.compile would copy the list of modules, and fails if another thread imports one meanwhile."""
     monkeypatch.setattr(arguments, "sys", None)
@@ -193,48 +110,6 @@ def test_linear_compile_does_not_look_for_dtensors(monkeypatch):
     with torch.no_grad():
         found = compiled(hidden, torch.nn.Parameter(weight), 4)
     assert torch.equal(found.indices, (hidden @ weight.T).topk(4).indices)
-
-
-def test_linear_fake_tensors():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        hidden, weight = torch.empty(3, 4, 8, dtype=torch.bfloat16), torch.empty(99, 8, dtype=torch.bfloat16)
-        tokens = torch.empty(3, 4, dtype=torch.int64)
-        found = fused_topk.linear_token_logprobs(hidden, weight, tokens, k=5, ranks=True)
-        of_logits = fused_topk.linear_topk(hidden, weight, 5)
-    assert [(tuple(x.shape), x.dtype) for x in of_logits] == [((3, 4, 5), torch.bfloat16), ((3, 4, 5), torch.int64)]
-    assert [(tuple(x.shape), x.dtype) for x in flat(found)] == [
-        ((3, 4), torch.float32),
-        ((3, 4), torch.float32),
-        ((3, 4), torch.int64),
-        ((3, 4, 5), torch.float32),
-        ((3, 4, 5), torch.int64),
-        ((3, 4), torch.float32),
-    ]
-
-
-def test_linear_vmap_and_grad():
-    hidden, weight, bias = exact_head((4, 3), 8, 50, torch.float32)
-    tokens = torch.arange(12).view(4, 3)
-
-    def function(hidden, weight, tokens):
-        return tuple(flat(fused_topk.linear_token_logprobs(hidden, weight, tokens, bias, k=5, ranks=True)))
-
-    whole = function(hidden, weight, tokens)
-    for got, want in zip(torch.vmap(function, (0, None, 0))(hidden, weight, tokens), whole):
-        torch.testing.assert_close(got, want)
-    heads = torch.stack([weight, -weight])
-    of_heads = torch.vmap(function, (None, 0, None))(hidden, heads, tokens)
-    for got, want in zip(of_heads, zip(whole, function(hidden, -weight, tokens))):
-        torch.testing.assert_close(got, torch.stack(want))
-
-    def loss(hidden):
-        return function(hidden, weight, tokens)[0].sum()
-
-    given = hidden.clone().requires_grad_()
-    loss(given).backward()
-    torch.testing.assert_close(torch.func.grad(loss)(hidden), given.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -20,7 +20,7 @@ from linear_heads import exact_head, exact_logits
 from oracle import DTYPES
 from rows import INF, NAN, adversarial_rows, packed, random_logits, random_mask
 from simt import build
-from simt.emulate import emulated, replacing
+from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -38,10 +38,6 @@ class Case(NamedTuple):
     def rows_of(self, logits: Tensor, first: int) -> LogitRows:
         rows = LogitRows(logits, temperature=self.temperature, row_temperature=self.row_temperature, mask=self.mask)
         return RowsBlock.of(rows, slice(0, len(logits))).of_tokens(logits, first, first + logits.shape[1])
-
-
-def with_coefficient(case: Case, coefficient: Tensor) -> Case:
-    return case._replace(problem=case.problem._replace(coefficient=coefficient, rest_m=None, rest=None))
 
 
 def run(case: Case, logits: Tensor, first: int = 0, device: str = "emulated", **how) -> Tensor:
@@ -250,9 +246,23 @@ def test_gradient_near_one(dtype):
     logits[:, 5] = 20.0
     tokens = torch.tensor([[5, 9], [9, 5]])
     added = [(tokens, torch.tensor([[-1.0, 0.0], [0.0, -1.0]]))]
-    case = with_coefficient(case_of(logits, added, 0), torch.full((2,), 0.999))
+    case = case_of(logits, added, 0)
+    coefficient = torch.full((2,), 0.999)
+    case = case._replace(problem=case.problem._replace(coefficient=coefficient, rest_m=None, rest=None))
     check(case, added, logits)
     torch.testing.assert_close(run(case, logits)[:, 5].float(), torch.full((2,), -0.001), rtol=4e-3, atol=0)
+
+
+def test_gradient_of_rows_with_nothing_left():
+    """A row of -inf alone, and a tail without the greatest logit, or without any."""
+    logits = torch.stack([random_logits(500), torch.full((500,), -INF)])
+    best = logits.topk(3).indices
+    added = [(tokens, torch.randn(2, 3)) for tokens in (best, best[:, :1] + torch.arange(3))]
+    case = case_of(logits, added, 0)
+    coefficient = torch.tensor([0.5, 2.0])
+    for changes in ({"slope": None}, {"rest_m": None, "rest": None}):
+        problem = case.problem._replace(coefficient=coefficient, **changes)
+        check(case._replace(problem=problem), added, logits)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -358,62 +368,3 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     ):
         assert mine.dtype == DTYPES[dtype] and mine.shape == exact.shape
         assert ((mine.double() - exact).abs() <= u * (2.1 + max(blocks, parts)) * terms + 2.0**-25 * vocab_size).all()
-
-
-# What is replaced in csrc/linear/logit_gradient.cu.
-FAULTS = {
-    "list from the vocabulary's start": ("const int first = int(problem.start + begin)", "const int first = int(begin)"),
-    "token past the span": ("if (own.token() > last) break;", "if (own.token() > last + 1) break;"),
-    "list cut at the last token": ("if (own.token() > last) break;", "if (own.token() >= last) break;"),
-    "equal tokens one by one": ("(i > 0 && load(list + i - 1).token() == own.token())", "false"),
-    "first amount alone": ("amount += other.amount;", ""),
-    "amounts of one token into another": ("if (other.token() != own.token()) break;", ""),
-    "place beyond the first": ("const bool is_below = load(list + middle).token() < token;", "const bool is_below = true;"),
-    "amount not divided by T": ("weight(x, m_) + amount);", "weight(x, m_)) + amount;"),
-    "gradient not divided by T": ("temperature_.scaled(fmaf(", "(fmaf("),
-    "T left out of the exponent": ("temperature_.scale().weight(x, m_)", "Scale().weight(x, m_)"),
-    "difference after the scale": ("exp2_approx((x - base) * factor)", "exp2_approx(x * factor - base * factor)"),
-    "-inf as a reference point": ("reference_point(__ldg(problem.m + row))", "__ldg(problem.m + row)"),
-    "row of the mask": ("const i64 offset = row * ", "const i64 offset = 0 * "),
-    "words as bytes": ("(problem.mask_kind == kMaskBits ? 4 : 1)", "1"),
-    "mask of the element alone": ("allowed >> e & 1;", "allowed >> 0 & 1;"),
-    "what is listed is not masked": ("if (!is_allowed && !sums_all_) return;", ""),
-    "vectors where rows are unaligned": ("reinterpret_cast<u64>(x_) % 16 == 0", "true"),
-    "vectors past the end": ("is_aligned_ && token + n <= tokens_", "is_aligned_"),
-    "rows without their stride": ("row * problem.row_stride", "row * problem.tokens"),
-    "no barrier": ("__syncthreads();", ""),
-    "a tail of given tokens": ("is_allowed && !is_given)", "is_allowed)"),
-    "the given one of equal tokens": ("is_given = is_given || other.is_given();", ""),
-    "a tail of another m": ("weight(x, rest_m_)", "weight(x, m_)"),
-    "nothing left": ("reference_point(__ldg(problem.rest_m + row))", "__ldg(problem.rest_m + row)"),
-    "logits that were overwritten": ("elements[token - begin]", "*(static_cast<const typename FORMAT::Bits*>(problem.logits) + blockIdx.x * problem.row_stride + token)"),
-}  # fmt: skip
-
-
-@pytest.mark.exhaustive  # each fault is a build of its own
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_line_is_seen(fault):
-    edit = replacing(*FAULTS[fault])
-
-    def gradients(**how) -> None:
-        for masks in (lambda mask: None, lambda mask: mask, packed):
-            logits = lying(random_logits(3, 5003) + 1e4, 1, 2)
-            added = added_at(3, [31, 32, 4127, 4128, 5034, 5035], 700, 5035)
-            mask = masks(random_mask(3, 5035))
-            t = torch.tensor([0.7, 1.0, 2.5])
-            check(case_of(logits, added, 32, t, mask), added, logits, 32, **how)
-            logits = torch.stack([random_logits(5000), torch.full((5000,), -INF)]).bfloat16()
-            added = added_at(2, [31, 32, 5031, 5032], 9, 5032)
-            case = with_coefficient(case_of(logits, added, 32), torch.tensor([0.5, 2.0]))
-            check(case, added, logits, 32, **how)
-            # A tail without the greatest logit, which is among the chosen ones, too; the second row has nothing left.
-            logits = torch.stack([random_logits(500), torch.full((500,), -INF)])
-            best = logits.topk(3).indices
-            added = [(tokens, torch.randn(2, 3)) for tokens in (best, best[:, :1].expand(-1, 3) + torch.arange(3))]
-            case = case_of(logits, added, 0, t[:2])
-            problem = case.problem._replace(coefficient=torch.tensor([0.5, 2.0]), slope=None)
-            check(case._replace(problem=problem), added, logits, **how)
-
-    gradients(schedule="random")
-    with pytest.raises(AssertionError):
-        gradients(edit=edit, schedule="random")

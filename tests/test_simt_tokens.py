@@ -15,8 +15,8 @@ from fused_topk.problem import RankProblem, TokenSumsProblem
 from fused_topk.rows import LogitRows
 from fused_topk.token_sums import empty_sums
 from oracle import DTYPES
-from rows import NAN, adversarial_rows, packed, random_logits, random_mask, shifted
-from simt.emulate import emulated, replacing
+from rows import adversarial_rows, packed, random_logits, random_mask, shifted
+from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
 
 KERNELS = [pytest.param(dtype, marks=() if dtype == "bf16" else pytest.mark.exhaustive) for dtype in ("fp32", "bf16", "fp16")]  # fmt: skip
@@ -107,45 +107,6 @@ def test_layouts():
         check(TokenSumsProblem(given, tokens, "allowed", True))
 
 
-# What is replaced in csrc/tokens/token_sums.cu.
-FAULTS = {
-    "0 log 0": ("weight == 0.0f ? 0.0f : y * weight", "y * weight"),
-    "a token that is not left out": ("omitted != 0 || is_masked_later", "is_masked_later"),
-    "a token of another warp": ("given + warp * kWarpSize", "given"),
-    "no mask of the rest": ("if (is_masked_later) {", "if (false) {"),
-    "a mask of all sums": ("wanted.sums_all ? none : mask", "mask"),
-    "another row": ("i64(row) * wanted.num_tokens;\n\n", "0;\n\n"),
-    "a hidden token": ("is_hidden ?", "false ?"),
-    "a token beyond the row": ("token >= problem.V) continue", "false) continue"),
-    "no barrier": ("  __syncthreads();\n", ""),
-    "a warp left out": ("i < num_warps; ++i", "i + 1 < num_warps; ++i"),
-    "what the pieces before have left": ("all = {sums[0], sums[1], sums[2] * kLog2E}", "all = {}"),
-    "a token of another piece": ("wanted.first_token + first, bits", "first, bits"),
-    "its logit": ("i) - wanted.first_token", "i)"),
-    "what the block's other warps read": ("num_warps * Reader", "kMostWarps * Reader"),
-    "units of s": ("sums[2] = all.s * kLn2", "sums[2] = all.s"),
-}  # fmt: skip
-
-
-@pytest.mark.exhaustive  # each fault is a build of its own
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_line_is_seen(monkeypatch, fault):
-    logits = random_logits(3, 12001, dtype=torch.bfloat16)
-    logits[1, 5000], logits[0, 17] = NAN, -torch.inf
-    tokens = random_tokens(3, 12001, 3)
-    # One that is a good part of the sum.
-    tokens[0, 1] = logits[0].argmax()
-    problems = [
-        TokenSumsProblem(given, tokens + 300 * i, normalize, True, 300 * i)
-        for i, given in enumerate(hidden_in_all_ways(logits))
-        for normalize in ("allowed", "all")
-    ]
-    monkeypatch.setattr(launch, "sum_threads", lambda rows: 96)
-    with pytest.raises(AssertionError):
-        for i, problem in enumerate(problems):
-            check(problem, edit=replacing(*FAULTS[fault]), schedule=SCHEDULES[i % len(SCHEDULES)], seed=i)
-
-
 # csrc/ranks/target_ranks.cu.
 
 
@@ -205,41 +166,3 @@ def test_layouts_of_ranks():
     for given in rows_in_all_layouts():
         check_ranks(RankProblem(given, targets, True))
     check_ranks(RankProblem(LogitRows(random_logits(70, dtype=torch.bfloat16)), targets[0, 0], False))
-
-
-# What is replaced in csrc/ranks/target_ranks.cu.
-FAULTS_OF_RANKS = {
-    "a target that its ties do not count": ("(token < end)", "(token + 1 < end)"),
-    "ties behind the target": (": token + 1, blocks", ": token + 2, blocks"),
-    "another row": ("place / wanted.num_targets)", "place)"),
-    "a target beyond the row": ("target < problem.V ? target : problem.V - 1", "target"),
-    "a hidden target": ("token < logits.V ? order_key(logits(token))", "true ? order_key(logits(token))"),
-    "tokens behind the length": ("key == kNegativeInfinityKey &&", "false &&"),
-    "counted by all threads": ("&& blockIdx.y == 0 && threadIdx.x == 0", "&& blockIdx.y == 0 && threadIdx.x < 32"),
-    "counted by all blocks": ("&& blockIdx.y == 0 && threadIdx.x == 0", "&& threadIdx.x == 0"),
-    "a warp left out": ("lane_id() < kWarps ?", "lane_id() + 1 < kWarps ?"),
-    "no barrier": ("  __syncthreads();\n", ""),
-    "a block left out": ("block < blocks; block += kWarpSize", "block + 1 < blocks; block += kWarpSize"),
-    "not the last block": ("!= blocks - 1) return;", "!= 0) return;"),
-    "a rank without a target": ("target < 0 ? 0 : rank", "rank"),
-}  # fmt: skip
-
-
-@pytest.mark.exhaustive  # each fault is a build of its own
-@pytest.mark.parametrize("fault", FAULTS_OF_RANKS)
-def test_a_wrong_line_of_ranks_is_seen(fault):
-    logits = (random_logits(3, 9001, dtype=torch.bfloat16) * 2).round()
-    logits[1, 5000] = NAN
-    problems = [
-        RankProblem(given, random_targets(3, 9001, 2), ties) for given in hidden_in_all_ways(logits) for ties in (False, True)
-    ]  # fmt: skip
-    with pytest.raises(AssertionError):
-        for i, problem in enumerate(problems):
-            for blocks in (1, 2):
-                check_ranks(
-                    problem,
-                    blocks,
-                    edit=replacing(*FAULTS_OF_RANKS[fault]),
-                    schedule=SCHEDULES[i % len(SCHEDULES)],
-                    seed=i,
-                )
