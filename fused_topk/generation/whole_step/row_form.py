@@ -8,6 +8,7 @@ nothing. The model computes with its own attention and masks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ class RowPlaces(Places):
     @property
     def length(self) -> Any:
         return self.num_read
+
+    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        yield from super().sizes_that_vary()
+        if self.past is not None:
+            yield self.past, (0, 1, 2)
 
 
 class RowLayer(SharedPromptLayer):  # type: ignore[no-untyped-call]
