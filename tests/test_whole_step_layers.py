@@ -15,6 +15,7 @@ from captured import as_on_a_gpu
 from decoding import also, assert_same, assert_whole, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import disable
 from fused_topk.generation.whole_step import entry
+from test_whole_step_models import row_model
 from whole_steps import compiling, encoder_decoder, family, source_for, traced_only  # noqa: F401
 
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
@@ -69,6 +70,14 @@ def test_one_piece_serves_all_layers_and_shapes(name, kinds, traced):
                 inputs = source_for(model, batch, length) if is_both else inputs_for(model, batch, length, padding=2)
                 assert_compiled(model, inputs, num_beams=beams, max_new_tokens=most)
         assert pieces(model) == number * kinds
+
+
+@pytest.mark.exhaustive
+def test_one_piece_serves_a_model_with_attention_of_its_own(traced):
+    model = copy.deepcopy(row_model("Falcon"))
+    for batch, length, most in SHAPES:
+        assert_compiled(model, inputs_for(model, batch, length), num_beams=3, max_new_tokens=most)
+    assert pieces(model) == 1
 
 
 def test_compiled_layers_give_the_stock_sequences(model):
