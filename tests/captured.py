@@ -78,7 +78,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch, kind=StandIn) -> None:
     patch.setattr(graphs, "_Copy", _Copy)
     # The trial captures a step, too, which tests do not count.
     patch.setattr(draws, "InVain", InVain)
-    patch.setattr(trial, "reason_against_capture", lambda twin: None)
+    patch.setattr(trial, "reason_against_capture", lambda twin, agreed: None)
 
 
 @contextlib.contextmanager

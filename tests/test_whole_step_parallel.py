@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import processes
+from fused_topk.generation.whole_step import trial
 
 if not torch.distributed.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
@@ -53,6 +54,15 @@ def test_every_check(check):
 @pytest.mark.parametrize("check", OF_FOUR)
 def test_four_processes(check):
     passes(check, 4, OF_FOUR)
+
+
+def test_all_processes_try_a_capture_again_or_none(monkeypatch):
+    """Here both tries succeed. The first has failed on another process."""
+    tries = []
+    monkeypatch.setattr(trial, "_tried", lambda capture: tries.append(capture))
+    answers = iter(["failed", None])
+    assert trial.reason_against_capture(None, lambda reason: next(answers)) is None
+    assert len(tries) == 2
 
 
 @are_served

@@ -29,11 +29,13 @@ __device__ __forceinline__ void add_product(Float16, float (&c)[4], const u32 (&
 __device__ __forceinline__ u32 pair_of(BFloat16, float low, float high) { return bfloat16_pair(low, high); }
 __device__ __forceinline__ u32 pair_of(Float16, float low, float high) { return half_pair(low, high); }
 
-// The lower halves of two words, or their upper halves, as a pair.
-__device__ __forceinline__ u32 halves(u32 low, u32 high, bool are_upper) {
-  u32 pair;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(pair) : "r"(low), "r"(high), "r"(are_upper ? 0x7632u : 0x5410u));
-  return pair;
+// Loads the two B of two products from their transpose in shared memory: (b[0], b[1]) and (b[2], b[3]). Lane l gives the address
+// of eight columns of row l % 16, those of the first product where l < 16. Addresses are multiples of 16 bytes.
+__device__ __forceinline__ void load_transposed(u32 (&b)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+               : "r"(u32(__cvta_generic_to_shared(row)))
+               : "memory");
 }
 
 }  // namespace fused_topk

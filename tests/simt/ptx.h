@@ -163,6 +163,20 @@ SIMT_PRODUCT(bf16, of_bfloat16)
 SIMT_PRODUCT(f16, of_half)
 #undef SIMT_PRODUCT
 
+// Four matrices of 8 x 8 numbers of 16 bits, transposed: lane l gives the address of row l % 8 of matrix l / 8.
+inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& d0, u32& d1, u32& d2, u32& d3, u32 address) {
+  const int lane = simt_lane();
+  u32* const words[4] = {&d0, &d1, &d2, &d3};
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    u32 halves[2];
+    for (int i = 0; i < 2; ++i) {
+      const u32 row = __shfl_sync(~0u, address, 8 * matrix + 2 * (lane % 4) + i);
+      halves[i] = static_cast<const u16*>(simt::shared_pointer(row))[lane / 4];
+    }
+    *words[matrix] = halves[1] << 16 | halves[0];
+  }
+}
+
 // Atomics. Those without an order are relaxed, as CUDA's functions are.
 #define SIMT_ATOM(order, acquires, releases)                                             \
   inline void atom_##order##_gpu_global_inc_u32(u32& old, u32* word, u32 value) {        \

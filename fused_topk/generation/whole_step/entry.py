@@ -142,9 +142,8 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
     of_capture = None
     if is_static and graphs.is_cuda(next(twin.parameters()).device):
-        of_capture = trial.reason_against_capture(twin)
         # It may differ between the processes of a tensor-parallel model, which must make the same steps.
-        of_capture = parallel.agreed(of_capture, stock) if is_spread else of_capture
+        of_capture = trial.reason_against_capture(twin, lambda x: parallel.agreed(x, stock) if is_spread else x)
     is_static = is_static and of_capture is None
     # Tried only when it is asked for: few calls are given a cache.
     of_past = functools.cache(functools.partial(trial.reason_against_past, twin, stock))

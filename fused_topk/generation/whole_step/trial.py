@@ -127,16 +127,25 @@ def steps_read(twin: Any, name: str) -> bool:
     return isinstance(found, Exception)
 
 
-def reason_against_capture(twin: Any) -> str | None:
-    """Why a step of the model cannot be captured, as where it asks the device for a number; None where it can."""
+def reason_against_capture(twin: Any, agreed: Callable[[str | None], str | None]) -> str | None:
+    """Why a step of the model cannot be captured, as where it asks the device for a number; None where it can.
+
+    Args:
+        agreed: what the processes of a tensor-parallel model make of a reason. Each try runs collectives, so all try again, or none.
+    """
 
     def capture() -> None:
         decoder, step = _after_few_tokens(twin, True)
         graphs.Graph(graphs.Bound(decoder.read, step), step[0].device, None)
 
+    def reason() -> str | None:
+        error = _tried(capture)
+        return agreed(
+            None if error is None else f"a step of a {type(twin).__name__} cannot be captured: {said_by(error)}"
+        )
+
     # Twice, because another thread may have broken the first capture.
-    error = _tried(capture) and _tried(capture)
-    return None if error is None else f"a step of a {type(twin).__name__} cannot be captured: {said_by(error)}"
+    return reason() and reason()
 
 
 def _after_few_tokens(twin: Any, is_kept: bool) -> tuple[Decoder, tuple[Tensor, None, Tensor, int]]:
