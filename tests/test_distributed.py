@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vocabulary over 1 to 4 processes on this machine. distributed_*checks.py have what each process checks."""
 
-import inspect
 import re
 import subprocess
 import sys
@@ -22,13 +21,7 @@ from contract import parameters
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 
 CHECKS = {
-    module: [
-        name
-        for name, check in vars(module).items()
-        if inspect.isfunction(check)
-        and list(inspect.signature(check).parameters) == ["rank", "size"]
-        and name != "a_process_dies"
-    ]
+    module: processes.checks_of(module, "a_process_dies")
     for module in (
         distributed_checks,
         distributed_linear_checks,
@@ -64,9 +57,7 @@ def test_other_numbers_of_processes(module, check, size):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_process_that_dies(size):
-    *survivors, dead = processes.run("distributed_checks", ["a_process_dies"], size)
-    assert dead == {}
-    assert survivors == [{"a_process_dies": None}] * (size - 1), survivors
+    processes.assert_survivors("distributed_checks", size)
 
 
 def test_without_a_group():
