@@ -74,7 +74,7 @@ def kept_weights(logits: Tensor, settings: dict, mask: Tensor | None = None) -> 
         # Greater first, of equal ones the smaller index.
         order = x[row].argsort(descending=True, stable=True)
         ranked = x[row][order]
-        weights = ((ranked - ranked[0]) / of("temperature", 1.0)).exp()
+        weights = ((ranked - ranked[0]) / max(of("temperature", 1.0), 1e-9)).exp()
         k = of("top_k", 0)
         kept = ranked >= ranked[min(k or vocab_size, vocab_size) - 1]
         before = (weights * kept).cumsum(0).roll(1)
