@@ -289,7 +289,7 @@ def test_formats_and_lengths(vocab_size, architecture, dtype, has_noise):
         check_case(name, dtype, vocab_size, 7, has_noise, **how)
 
 
-def test_masks_strides_and_many_samples():
+def test_masks_lengths_strides_and_many_samples():
     """Rows that start at any multiple of their elements' size."""
     logits = rows_of(500).repeat(1, 2)[:4, 3:503]
     halves = rows_of(1500, torch.bfloat16).repeat(1, 2)
@@ -297,12 +297,16 @@ def test_masks_strides_and_many_samples():
         given = halves[:, start : start + 1500]
         got = draw(given, SETTINGS["temperature"], name_of=torch.arange(10))
         check_draws(got.tokens, uniforms(torch.arange(10), 2), kept_weights(given, SETTINGS["temperature"]))
-    mask = random_mask(4, 500, share=0.2)
-    seed = torch.arange(4)
-    for given in (mask, packed(mask)):
-        for name in ("whole", "usual", "top_p"):
-            got = draw(logits, SETTINGS[name], name_of=seed, mask=given, num_samples=40, longest=9)
-            check_draws(got.tokens, uniforms(seed, 40), kept_weights(logits, SETTINGS[name], mask))
+    mask, lengths, seed = random_mask(4, 500, share=0.2), torch.tensor([500, 333, 77, 2]), torch.arange(4)
+    mask[:, 0] = True
+    is_there = torch.arange(500) < lengths.unsqueeze(1)
+    # What is behind a row's end is not looked at.
+    shown, given = logits.clone(), logits.copy_(logits.masked_fill(~is_there, INF))
+    for of_mask, name, blocks in product((None, mask, packed(mask)), ("whole", "usual", "top_p"), (1, 2)):
+        how = {"mask": of_mask, "lengths": lengths, "num_samples": 40, "longest": 9, "blocks": blocks}
+        got = draw(given, SETTINGS[name], name_of=seed, **how)
+        counts = is_there if of_mask is None else is_there & mask
+        check_draws(got.tokens, uniforms(seed, 40), kept_weights(shown, SETTINGS[name], counts))
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.5}, {"top_k": torch.tensor([1000, 1000])}], ids=["top_p", "top_k"])
