@@ -14,9 +14,9 @@ import fused_topk
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import dispatch
 from linear_heads import ALL_DTYPES, exact_head, exact_logits
+from live_bytes import live_bytes
 from oracle import DTYPES
 from rows import INF, NAN, packed, random_mask
-from test_linear import LiveBytes
 from test_sampling import SETTINGS
 
 # How many rows have their logits at once: all, or some of them, the last time fewer.
@@ -159,7 +159,7 @@ def test_scratch_memory(monkeypatch, rows, vocab_size, dtype, settings):
         settings = {**settings, "mask": torch.arange(vocab_size) % 3 > 0}
     # Past the dispatcher, which would show the mode the operator alone.
     monkeypatch.setattr(dispatch, "_OTHER_THREAD_KEYS", 0)
-    with LiveBytes() as live:
+    with live_bytes() as live:
         result = fused_topk.linear_sample(hidden, weight, bias, seed=0, **settings)
     results = [result.tokens, result.logprobs, *(result.topk or ())]
     scratch = live.most - sum(x.nbytes for x in results)
