@@ -54,7 +54,7 @@ def frame(size: int) -> int:
 def adversarial_rows_of_every_dtype(rank: int, size: int) -> None:
     for (entry, name), k in itertools.product(itertools.product(VALUES_OF, DTYPES), (1, 9, 120)):
         rows = adversarial_rows(257, k, DTYPES[name])
-        logits = torch.stack(list(rows.values()))
+        logits = torch.stack(list(rows.values())).to("cuda" if dist.get_backend() == "nccl" else "cpu")
         got = getattr(distributed, entry)(columns(logits, rank, size), k)
         assert_topk(got, expected(entry, logits, k), logits, entry, row_names=list(rows))
 

@@ -6,7 +6,9 @@ sum gives for it. A draw may be another one only if its number is within `NEAR` 
 to statistics is that the numbers are uniform and independent.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -236,17 +238,19 @@ def test_generators_are_advanced(backend):
 
 
 def test_a_graph_draws_anew_at_each_replay(cuda):
-    """And nothing waits for the GPU, also where more is kept than is listed."""
     logits = rows_of(9001).cuda()
-    seed = torch.arange(len(logits), device="cuda")
-    temperature = torch.ones(len(logits), device="cuda")
-    settings = {"temperature": temperature, "top_p": 0.99, "num_samples": 4}
-    expected = cuda("sample", logits, seed=seed, **settings).tokens
+    settings = {"temperature": torch.ones(len(logits), device="cuda"), "top_p": 0.99, "num_samples": 4}
+    check_graph(functools.partial(cuda, "sample", logits, **settings), torch.arange(len(logits), device="cuda"))
+
+
+def check_graph(draw: Callable[..., fused_topk.Sample], seed: Tensor | int) -> None:
+    """And nothing waits for the GPU, also where more is kept than is listed."""
+    expected = draw(seed=seed).tokens
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        drawn = cuda("sample", logits, **settings).tokens
-        named = cuda("sample", logits, seed=seed, **settings).tokens
+        drawn = draw().tokens
+        named = draw(seed=seed).tokens
     replayed = []
     for _ in range(2):
         graph.replay()
@@ -255,7 +259,7 @@ def test_a_graph_draws_anew_at_each_replay(cuda):
     assert not torch.equal(*replayed)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        cuda("sample", logits, **settings)
+        draw()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
