@@ -110,11 +110,14 @@ class TestRowEntries:
             assert_raises(ValueError, "out", entry, logits, out=(values, *others))
         call(entry, logits, out=(buffer[60:72].view(2, 3, 2), *others))
 
-    def test_out_overlapping_the_mask(self, entry):
+    def test_out_overlapping_other_arguments(self, entry):
         indices = torch.zeros(2, 3, 2, dtype=torch.int64)
-        mask = indices.view(torch.bool).flatten()[40:50]
         values, _, *others = self._out(entry)
-        assert_raises(ValueError, "out", entry, logits_for(entry), mask=mask, out=(values, indices, *others))
+        read = {"mask": indices.view(torch.bool).flatten()[40:50]}
+        if entry in NORMALIZED:
+            read["temperature"] = indices.view(torch.float32)[..., 1].fill_(1.0)
+        for name, given in read.items():
+            assert_raises(ValueError, "out", entry, logits_for(entry), out=(values, indices, *others), **{name: given})
 
     def test_out_overlapping_itself(self, entry):
         values, indices, *others = self._out(entry)
@@ -135,13 +138,6 @@ class TestRowEntries:
         with pytest.raises(TypeError):
             call(entry, logits_for(entry), out=out)
         assert all((field == 7).all() for field in out)
-
-
-def test_softmax_topk_temperature_overlapping_out():
-    buffer = torch.ones(20)
-    temperature = buffer[:6].view(2, 3)
-    out = buffer[5:17].view(2, 3, 2), torch.zeros(2, 3, 2, dtype=torch.int64), torch.zeros(2, 3)
-    assert_raises(ValueError, "out", "softmax_topk", random_logits(2, 3, 10), temperature=temperature, out=out)
 
 
 def test_beam_topk_without_beams():

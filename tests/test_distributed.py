@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vocabulary over 1 to 4 processes on this machine. distributed_*checks.py have what each process checks."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ import distributed_sampling_checks
 import fused_topk.distributed
 import processes
 from benchmark import results
-from contract import parameters
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 
@@ -63,24 +61,6 @@ def test_a_process_that_dies(size):
 def test_without_a_group():
     with pytest.raises(RuntimeError, match=r"torch\.distributed must be initialised"):
         fused_topk.distributed.topk(torch.zeros(2, 5), 2)
-
-
-def described_by(function) -> str:
-    """Its docstring, and those that it says have the other arguments."""
-    text = function.__doc__
-    for elsewhere in re.findall(r"rguments, .* are those of (:func:.*)$", text, flags=re.MULTILINE):
-        for package, other in re.findall(r":func:`(fused_topk\.)?(\w+)`", elsewhere):
-            text += described_by(getattr(fused_topk if package else fused_topk.distributed, other))
-    return text
-
-
-def test_public_functions_have_complete_docstrings():
-    """Each parameter is described there, or where the docstring says that it is."""
-    for name in fused_topk.distributed.__all__:
-        function = getattr(fused_topk.distributed, name)
-        described = described_by(function)
-        for parameter in parameters(f"distributed.{name}"):
-            assert f"        {parameter}: " in described, f"{name}: {parameter}"
 
 
 def bench(launcher: list[str], *arguments: object) -> subprocess.CompletedProcess[str]:

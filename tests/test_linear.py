@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fused_topk
 from contract_results import flat
-from fused_topk import TokenLogprobs, TopK, TopKLogits
+from fused_topk import TokenLogprobs, TopK, TopKLogits, arguments
 from fused_topk.backends import cpu as native_cpu
 from fused_topk.backends import cuda, cuda_pieces
 from fused_topk.layout import linear_pieces as layout
@@ -22,7 +22,7 @@ from fused_topk.rows import LogitRows
 from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits, merged_in_pieces
 from live_bytes import live_bytes
 from oracle import DTYPES, assert_same, assert_topk, expected
-from rows import packed, random_mask
+from rows import packed, random_logits, random_mask
 from test_tokens import assert_right
 
 pytestmark = pytest.mark.usefixtures("exact_library_products")
@@ -485,3 +485,46 @@ def test_linear_pieces_fit(is_cpu):
                     of_row = depth * itemsize + max(depth * (itemsize + 4) + listed * 8, listed * 36)
                     of_tokens = has_bias * (vocab_size + pieces.tokens) * 4
                     assert pieces.rows * (pieces.tokens * (itemsize + has_mask) + of_row) + of_tokens <= 64 << 20
+
+
+# ---- What torch does with them ----
+
+
+def test_linear_has_no_second_gradient():
+    hidden, weight, _ = exact_head(3, 8, 30, torch.float32)
+    hidden.requires_grad_()
+    found = fused_topk.linear_softmax_topk(hidden, weight, 4)
+    (grad,) = torch.autograd.grad(found.logsumexp.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated again"):
+        grad.sum().backward()
+
+    def loss(hidden):
+        return fused_topk.linear_softmax_topk(hidden, weight, 4).logsumexp.sum()
+
+    with pytest.raises(RuntimeError, match="got forward mode"):
+        torch.func.hessian(loss)(hidden)
+    with pytest.raises(RuntimeError, match="differentiated again"):
+        torch.func.jacrev(torch.func.jacrev(loss))(hidden)
+
+
+def test_linear_compile_does_not_look_for_dtensors(monkeypatch):
+    """torch.compile would copy the list of modules, and fails if another thread imports one meanwhile."""
+    monkeypatch.setattr(arguments, "sys", None)
+    hidden, weight, _ = exact_head(2, 8, 50, torch.float32)
+    compiled = torch.compile(fused_topk.linear_topk, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        found = compiled(hidden, torch.nn.Parameter(weight), 4)
+    assert torch.equal(found.indices, (hidden @ weight.T).topk(4).indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_memory_that_holds_nan(backend, dtype, monkeypatch):
+    """What a process gets for its logits may hold anything. A product of bfloat16 on CPUs with AMX reads beyond the ends of rows."""
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(torch.nan))
+    leaves = [
+        random_logits(*shape, device=backend.device, seed=seed).to(dtype).requires_grad_()
+        for seed, shape in enumerate([(40, 24), (700, 24)])
+    ]
+    backend("linear_log_softmax_topk", *leaves, 5).values.sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
