@@ -173,6 +173,15 @@ def check_is_kept(tokens: Tensor, weights: Tensor, top_p: float | None) -> None:
     assert float((~is_kept).double().mean()) < 1e-2
 
 
+def check_sample(got, seed: Tensor, logits: Tensor, settings: dict, mask: Tensor | None = None) -> None:
+    """Tokens are those of the exact sums, and of what is kept; and so is what is said of that, if it is asked for."""
+    tokens, weights = got.tokens.cpu(), kept_weights(logits, settings, mask)
+    check_draws(tokens, uniforms(seed, tokens.shape[1]), weights)
+    check_is_kept(tokens, weights, settings.get("top_p"))
+    if got.kept is not None:
+        check_kept(got.kept, logits, settings, mask)
+
+
 def rows_cut_by_min_p(vocab_size: int) -> tuple[Tensor, dict]:
     """Broad rows, of whose tokens that top-p keeps min-p cuts the last one, and the settings."""
     logits = 2 * torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(0))

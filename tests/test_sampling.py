@@ -21,8 +21,8 @@ from exact_draws import (
     SETTINGS,
     broad_rows,
     check_draws,
-    check_is_kept,
     check_kept,
+    check_sample,
     kept_weights,
     rows_cut_by_min_p,
     rows_of,
@@ -42,10 +42,7 @@ def test_a_number_draws_the_token_of_the_exact_sums(backend, name, vocab_size, d
     logits = rows_of(vocab_size, dtype)
     seed = torch.arange(len(logits)) + 17
     got = backend("sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=50, **settings)
-    tokens = got.tokens.cpu()
-    weights = kept_weights(logits, settings)
-    check_draws(tokens, uniforms(seed, 50), weights)
-    check_is_kept(tokens, weights, settings.get("top_p"))
+    check_sample(got, seed, logits, settings)
     again = backend("sample", logits.to(backend.device), seed=seed.to(backend.device), kept=True, **settings)
     assert got.kept is None and torch.equal(again.tokens, got.tokens[:, :1])
     check_kept(again.kept, logits, settings)
@@ -58,9 +55,7 @@ def test_long_rows(backend, name):
     logits = rows_of(262144)[[0, 2, 3, 4, 7]]
     seed = torch.arange(len(logits)) - 5
     got = backend("sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=20, **settings)
-    weights = kept_weights(logits, settings)
-    check_draws(got.tokens.cpu(), uniforms(seed, 20), weights)
-    check_is_kept(got.tokens.cpu(), weights, settings.get("top_p"))
+    check_sample(got, seed, logits, settings)
 
 
 @pytest.mark.parametrize("name", BROAD)
@@ -81,10 +76,7 @@ def test_broad_rows(backend, vocab_size, dtype, name):
     got = backend(
         "sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=20, kept=True, **settings
     )
-    weights = kept_weights(logits, settings)
-    check_draws(got.tokens.cpu(), uniforms(seed, 20), weights)
-    check_is_kept(got.tokens.cpu(), weights, settings.get("top_p"))
-    check_kept(got.kept, logits, settings)
+    check_sample(got, seed, logits, settings)
 
 
 def test_broad_rows_with_parameters_of_their_own_and_a_mask(backend):

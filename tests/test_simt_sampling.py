@@ -16,8 +16,8 @@ from exact_draws import (
     SETTINGS,
     broad_rows,
     check_draws,
-    check_is_kept,
     check_kept,
+    check_sample,
     kept_weights,
     rows_cut_by_min_p,
     rows_of,
@@ -151,9 +151,7 @@ def check_case(
         return check_noise(logits, settings, longest=longest, **how)
     seed = torch.arange(len(logits)) + 3
     got = draw(logits, settings, name_of=seed, longest=longest, **how)
-    weights = kept_weights(logits, settings)
-    check_draws(got.tokens, uniforms(seed, 2), weights)
-    check_is_kept(got.tokens, weights, settings.get("top_p"))
+    check_sample(got, seed, logits, settings)
     own = logits.double().log_softmax(-1).gather(1, got.tokens)
     torch.testing.assert_close(got.logprobs.double(), own, rtol=3e-6, atol=3e-6)
 
@@ -192,10 +190,7 @@ def check_broad(
         return check_noise(logits, settings, **how)
     seed = torch.arange(len(logits)) + 3
     got = draw(logits, settings, name_of=seed, kept=True, **how)
-    weights = kept_weights(logits, settings)
-    check_draws(got.tokens, uniforms(seed, 2), weights)
-    check_is_kept(got.tokens, weights, settings.get("top_p"))
-    check_kept(got.kept, logits, settings)
+    check_sample(got, seed, logits, settings)
 
 
 @pytest.mark.parametrize(
