@@ -112,10 +112,16 @@ def _of_rows(number: Any, rows: Callable[[Case], Tensor]) -> Callable[[Case], di
     return lambda case: {"number": number, "rows": rows(case)}
 
 
+def _nested(layout: torch.layout, x: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor([x, x], layout=layout)
+
+
 def _tensor(*wrong: Any, dtype: torch.dtype = torch.int64, others: Sequence[torch.dtype] = ()) -> dict[str, Any]:
     """The wrong values of a tensor: no tensors, those of another dtype, of another layout; and `wrong`."""
     of_dtypes = [functools.partial(Tensor.to, dtype=each) for each in (dtype, *others)]
-    types = (*_NOT_TENSORS, *(lambda x, to=to: to(x) for to in of_dtypes), lambda x: x.float().to_sparse().to(x.dtype))
+    nested = (lambda x: _nested(torch.strided, x), lambda x: _nested(torch.jagged, x))
+    layouts = (lambda x: x.float().to_sparse().to(x.dtype), *nested)
+    types = (*_NOT_TENSORS, *(lambda x, to=to: to(x) for to in of_dtypes), *layouts)
     return {"wrong_type": types, "wrong_value": wrong}
 
 

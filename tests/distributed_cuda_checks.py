@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a group checks, with a GPU of its own (test_distributed_cuda.py)."""
 
-import itertools
 import os
 from datetime import timedelta
 
@@ -11,23 +10,14 @@ import torch.distributed as dist
 
 import fused_topk
 import processes
-from distributed_checks import columns
+from distributed_checks import adversarial_rows_of_every_dtype, columns  # noqa: F401 - the first is a check here, too
 from distributed_linear_checks import first_row, own_rows
 from exact_draws import SETTINGS, check_draws, kept_weights, rows_of, uniforms
 from fused_topk import distributed
 from linear_heads import exact_head
-from oracle import DTYPES, VALUES_OF, assert_topk, expected
-from rows import adversarial_rows, random_logits, random_mask
+from rows import random_logits, random_mask
 
 FOLDER = ""  # that all processes can write
-
-
-def adversarial_rows_of_every_dtype(rank: int, size: int) -> None:
-    for (entry, name), k in itertools.product(itertools.product(VALUES_OF, DTYPES), (1, 9, 120)):
-        rows = adversarial_rows(1257, k, DTYPES[name])
-        logits = torch.stack(list(rows.values())).cuda()
-        got = getattr(distributed, entry)(columns(logits, rank, size), k)
-        assert_topk(got, expected(entry, logits, k), logits, entry, row_names=list(rows))
 
 
 def masks_and_temperatures(rank: int, size: int) -> None:

@@ -10,8 +10,8 @@ from distributed_checks import columns, counted, frame
 from exact_draws import (
     SETTINGS,
     check_draws,
-    check_is_kept,
     check_kept,
+    check_sample,
     kept_weights,
     rows_of,
     settings_of_rows,
@@ -33,10 +33,8 @@ def draws_of_exact_sums(rank: int, size: int) -> None:
             own = columns(logits, rank, size)
             for name, settings in SETTINGS.items():
                 got = distributed.sample(own, seed=seed, num_samples=50, **settings)
-                weights = kept_weights(logits, settings)
                 try:
-                    check_draws(got.tokens, uniforms(seed, 50), weights)
-                    check_is_kept(got.tokens, weights, settings.get("top_p"))
+                    check_sample(got, seed, logits, settings)
                 except AssertionError as error:
                     raise AssertionError(f"{name}, {vocab_size} x {dtype}") from error
                 assert_equal_everywhere(got.tokens)

@@ -74,7 +74,7 @@ def kept_weights(logits: Tensor, settings: dict, mask: Tensor | None = None) -> 
         # Greater first, of equal ones the smaller index.
         order = x[row].argsort(descending=True, stable=True)
         ranked = x[row][order]
-        weights = ((ranked - ranked[0]) / of("temperature", 1.0)).exp()
+        weights = ((ranked - ranked[0]) / max(of("temperature", 1.0), 1e-9)).exp()
         k = of("top_k", 0)
         kept = ranked >= ranked[min(k or vocab_size, vocab_size) - 1]
         before = (weights * kept).cumsum(0).roll(1)
@@ -171,6 +171,15 @@ def check_is_kept(tokens: Tensor, weights: Tensor, top_p: float | None) -> None:
     is_kept = weights.gather(1, tokens) > 0
     assert top_p is not None or bool(is_kept.all())
     assert float((~is_kept).double().mean()) < 1e-2
+
+
+def check_sample(got, seed: Tensor, logits: Tensor, settings: dict, mask: Tensor | None = None) -> None:
+    """Tokens are those of the exact sums, and of what is kept; and so is what is said of that, if it is asked for."""
+    tokens, weights = got.tokens.cpu(), kept_weights(logits, settings, mask)
+    check_draws(tokens, uniforms(seed, tokens.shape[1]), weights)
+    check_is_kept(tokens, weights, settings.get("top_p"))
+    if got.kept is not None:
+        check_kept(got.kept, logits, settings, mask)
 
 
 def rows_cut_by_min_p(vocab_size: int) -> tuple[Tensor, dict]:

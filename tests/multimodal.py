@@ -91,11 +91,7 @@ def multimodal(name: str):
             # Those of images would be so small that texts are not of them; some are zero, or as they were in memory.
             if "language_model" not in path and "lm_head" not in path and weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
-        # Embeddings of tokens that are chosen, too, would choose themselves.
-        head = torch.nn.Linear(32, 97, bias=False)
-        head.weight.copy_(torch.randn(97, 32, generator=generator) * 0.4)
-    model.set_output_embeddings(head)
-    return with_biases(model, 0).eval()
+    return with_biases(with_own_head(model), 0).eval()
 
 
 @functools.cache

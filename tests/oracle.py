@@ -42,7 +42,14 @@ def bits(x: Tensor) -> Tensor:
 
 
 def problem_of(
-    entry: str, logits: Tensor, k: int, *, temperature=1.0, mask: Tensor | None = None, normalize: str = "allowed"
+    entry: str,
+    logits: Tensor,
+    k: int,
+    *,
+    temperature=1.0,
+    mask: Tensor | None = None,
+    normalize="allowed",
+    lengths=None,
 ) -> TopkProblem:
     """What a public function makes of its arguments."""
     lead = logits.shape[:-1]
@@ -51,7 +58,7 @@ def problem_of(
         mask = mask.expand(logits.shape if mask.dtype == torch.bool else (*lead, mask.shape[-1]))
     scalar = 1.0 if temperature is None or row_temperature is not None else float(temperature)
     return TopkProblem(
-        LogitRows(logits, temperature=scalar, row_temperature=row_temperature, mask=mask),
+        LogitRows(logits, temperature=scalar, row_temperature=row_temperature, mask=mask, lengths=lengths),
         k,
         VALUES_OF[entry],
         normalize,

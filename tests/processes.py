@@ -3,6 +3,7 @@
 
 import faulthandler
 import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -11,6 +12,8 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,27 +59,39 @@ def run(
         return [pickle.loads(path.read_bytes()) if path.exists() else {} for path in results]
 
 
-def run_once(module: str, checks: Sequence[str], size: int) -> list[dict[str, str | None]]:
+def checks_of(module: ModuleType, *others: str) -> list[str]:
+    """The functions of a module that each process calls, but those that have processes of their own."""
+    found = {name: check for name, check in vars(module).items() if inspect.isfunction(check) and name not in others}
+    return [name for name, check in found.items() if list(inspect.signature(check).parameters) == ["rank", "size"]]
+
+
+def run_once(module: str, checks: Sequence[str], size: int, backend: str) -> list[dict[str, str | None]]:
     """run(), once for all workers of pytest-xdist: one of them runs the checks, and the others wait for its results."""
     tests = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if tests is None:
-        return run(module, checks, size)
+        return run(module, checks, size, backend=backend)
     name = f"{key(tests, module, *checks, str(size))}.results"
 
     def build(_: Path, path: Path) -> None:
-        path.write_bytes(pickle.dumps(run(module, checks, size)))
+        path.write_bytes(pickle.dumps(run(module, checks, size, backend=backend)))
 
     return pickle.loads(built(name, build).read_bytes())
 
 
 @functools.cache
-def _results(module: str, checks: tuple[str, ...], size: int) -> list[dict[str, str | None]]:
-    return run_once(module, checks, size)
+def _results(module: str, checks: tuple[str, ...], size: int, backend: str) -> list[dict[str, str | None]]:
+    return run_once(module, checks, size, backend)
 
 
-def assert_passes(module: str, check: str, size: int, checks: Sequence[str]) -> None:
+def assert_survivors(module: str, size: int, **how: Any) -> None:
+    """That the processes which are left pass where the last one dies. how: as of run()."""
+    *survivors, dead = run(module, ["a_process_dies"], size, **how)
+    assert dead == {} and survivors == [{"a_process_dies": None}] * (size - 1), survivors
+
+
+def assert_passes(module: str, check: str, size: int, checks: Sequence[str], backend: str = "gloo") -> None:
     """That a check passes in each of `size` processes, which run all of `checks` once."""
-    for rank, of_rank in enumerate(_results(module, tuple(checks), size)):
+    for rank, of_rank in enumerate(_results(module, tuple(checks), size, backend)):
         assert check in of_rank, f"rank {rank} of {size} has no result; it died or did not end"
         assert of_rank[check] is None, of_rank[check]
 

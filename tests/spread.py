@@ -47,10 +47,10 @@ def exact_spread(
     return Exact(logprobs, logsumexp, entropy, tail, finite.amax(-1) - finite.amin(-1))
 
 
-def loss_of(logprobs: Tensor, entropy: Tensor, tail: Tensor, logsumexp: Tensor | None = None) -> Tensor:
+def loss_of(*results: Tensor) -> Tensor:
     """A share of its own for every finite number."""
-    total = torch.zeros((), dtype=torch.float64, device=logprobs.device)
-    for i, x in enumerate((logprobs, entropy, tail) if logsumexp is None else (logprobs, entropy, tail, logsumexp)):
+    total = torch.zeros((), dtype=torch.float64, device=results[0].device)
+    for i, x in enumerate(results):
         share = torch.linspace(-1.0 + i, 2.0, x.numel(), dtype=torch.float64, device=x.device).view(x.shape)
         total = total + (x.where(x.detach().isfinite(), 0.0).double() * share).sum()
     return total

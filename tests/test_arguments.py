@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every argument is checked, and every error has one form: `argument` rule, value; remedy."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -112,11 +110,14 @@ class TestRowEntries:
             assert_raises(ValueError, "out", entry, logits, out=(values, *others))
         call(entry, logits, out=(buffer[60:72].view(2, 3, 2), *others))
 
-    def test_out_overlapping_the_mask(self, entry):
+    def test_out_overlapping_other_arguments(self, entry):
         indices = torch.zeros(2, 3, 2, dtype=torch.int64)
-        mask = indices.view(torch.bool).flatten()[40:50]
         values, _, *others = self._out(entry)
-        assert_raises(ValueError, "out", entry, logits_for(entry), mask=mask, out=(values, indices, *others))
+        read = {"mask": indices.view(torch.bool).flatten()[40:50]}
+        if entry in NORMALIZED:
+            read["temperature"] = indices.view(torch.float32)[..., 1].fill_(1.0)
+        for name, given in read.items():
+            assert_raises(ValueError, "out", entry, logits_for(entry), out=(values, indices, *others), **{name: given})
 
     def test_out_overlapping_itself(self, entry):
         values, indices, *others = self._out(entry)
@@ -137,13 +138,6 @@ class TestRowEntries:
         with pytest.raises(TypeError):
             call(entry, logits_for(entry), out=out)
         assert all((field == 7).all() for field in out)
-
-
-def test_softmax_topk_temperature_overlapping_out():
-    buffer = torch.ones(20)
-    temperature = buffer[:6].view(2, 3)
-    out = buffer[5:17].view(2, 3, 2), torch.zeros(2, 3, 2, dtype=torch.int64), torch.zeros(2, 3)
-    assert_raises(ValueError, "out", "softmax_topk", random_logits(2, 3, 10), temperature=temperature, out=out)
 
 
 def test_beam_topk_without_beams():
@@ -176,48 +170,6 @@ def test_automatic_backend_gives_the_same_answer(native):
 def test_native_backend_refuses_float64(native):
     with pytest.raises((TypeError, ValueError), match="float64"):
         native("softmax_topk", random_logits(2, 10, dtype=torch.float64, device=native.device), 2)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_nested_tensors_are_refused_with_what_works(layout):
-    """As any of the tensors of any function, with and without gradients."""
-    rows, head = torch.zeros(2, 3, 8), torch.zeros(20, 8)
-    state = fused_topk.topk_state(rows, 2)
-    out = fused_topk.topk(rows, 2)
-    calls = {
-        "logits": [
-            lambda x: fused_topk.softmax_topk(x, 2),
-            lambda x: fused_topk.beam_topk(x, torch.zeros(2, 3), 2),
-            lambda x: fused_topk.log_softmax(x),
-            lambda x: fused_topk.topk_state(x, 2),
-            lambda x: fused_topk.sample(x, seed=0),
-            lambda x: fused_topk.softmax_topk(x, 2, out=out),
-        ],
-        "beam_scores": [lambda x: fused_topk.beam_topk(rows, x, 2)],
-        "temperature": [
-            lambda x: fused_topk.softmax_topk(rows, 2, temperature=x),
-            lambda x: fused_topk.log_softmax(rows, temperature=x),
-            lambda x: fused_topk.sample(rows, temperature=x, seed=0),
-        ],
-        "mask": [lambda x: fused_topk.topk(rows, 2, mask=x)],
-        "out.values": [lambda x: fused_topk.topk(rows, 2, out=(x.detach(), *out[1:]))],
-        "hidden": [lambda x: fused_topk.linear_topk(x, head, 2), lambda x: fused_topk.linear_sample(x, head, seed=0)],
-        "weight": [lambda x: fused_topk.linear_topk(rows, x, 2)],
-        "bias": [lambda x: fused_topk.linear_topk(rows, head, 2, x)],
-        "tokens": [
-            lambda x: fused_topk.linear_token_logprobs(rows, head, x),
-            lambda x: fused_topk.token_logprobs(rows, x),
-        ],
-        "part.m": [lambda x: fused_topk.merge_topk([state._replace(m=x)], 2)],
-    }
-    for name, is_learned in itertools.product(calls, (False, True)):
-        for run in calls[name]:
-            parts = [torch.zeros(length, 8, requires_grad=is_learned) for length in (3, 2)]
-            nested = torch.nested.as_nested_tensor(parts, layout=layout)
-            with pytest.raises(TypeError, match=r"must be a dense tensor, got a nested one; convert it with") as caught:
-                run(nested)
-            assert name.partition(".")[2] in str(caught.value)
 
 
 def test_symbolic_trace_is_refused_with_what_works():

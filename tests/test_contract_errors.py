@@ -31,7 +31,10 @@ from contract_results import LEARNED, call, parts_of, with_gradients
 from fused_topk.operators import dispatch
 from test_contract import FEW, MANY, moved, one_process  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.usefixtures("one_process")
+pytestmark = [
+    pytest.mark.usefixtures("one_process"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
 
 
 def valid(name: str, parameter: str, case: Case) -> list[Any]:

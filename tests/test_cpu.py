@@ -335,9 +335,10 @@ def test_cpu_plan_serves_masks_and_temperatures_at_any_address(cpu, entry, monke
 HALVES = [torch.float16, torch.bfloat16]
 
 
-def full_rows(values: str, logits: torch.Tensor, dtype: torch.dtype, instruction_set: str) -> torch.Tensor:
-    out = torch.empty(logits.shape, dtype=dtype)
-    start_full_rows(native_cpu, FullRowProblem(LogitRows(logits), values), out, instruction_set=instruction_set)
+def full_rows(values: str, logits: torch.Tensor, dtype: torch.dtype, instruction_set: str, **rows) -> torch.Tensor:
+    out = torch.empty(logits.shape if values != "logsumexp" else logits.shape[:-1], dtype=dtype)
+    problem = FullRowProblem(LogitRows(logits, **rows), values)
+    start_full_rows(native_cpu, problem, out, instruction_set=instruction_set)
     return out
 
 

@@ -30,9 +30,10 @@ semantic_ids = importlib.import_module("semantic_ids")
 tiny_language_model = importlib.import_module("tiny_language_model")
 whole_calls = importlib.import_module("whole_calls")
 results = importlib.import_module("benchmark.results")
-compiled = importlib.import_module("fused_topk.generation.whole_step.compiled")
 
 transformers = importlib.import_module("transformers")
+traced_only = importlib.import_module("whole_steps").traced_only
+pytestmark = pytest.mark.usefixtures("traced")
 CPU = torch.device("cpu")
 RECIPE = tiny_language_model.Recipe(
     vocab_size=600, text_bytes=60_000, hidden_size=32, layers=1, sequences=2, sequence_length=16, noise_tokens=32,
@@ -49,12 +50,6 @@ def tiny_model(tmp_path_factory):
         assert is_new
         assert tiny_language_model.folder_of_trained(RECIPE, CPU) == (folder, False)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def traced_only(monkeypatch):
-    """Whole steps are traced as they are to be compiled, and run as they were: the compiler itself takes its time."""
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
 
 
 def run_demo(*arguments):
@@ -197,15 +192,6 @@ def test_translation_and_its_options(capsys, threads):
         translation.main(["one million"], model="", target="", beams=3, steps=2)
 
 
-def test_semantic_ids_need_a_beam_for_each_result():
-    from typer.testing import CliRunner
-
-    app = semantic_ids.typer.Typer()
-    app.command()(semantic_ids.main)
-    result = CliRunner().invoke(app, ["--beams", "5", "--items", "64", "--steps", "1", "--repeats", "1"])
-    assert result.exit_code == 2 and "--beams" in result.output
-
-
 def test_whole_calls_end_with_the_cause_if_stock_generate_fails():
     def fails(new_tokens):
         raise ValueError("the model's own error")
@@ -261,6 +247,8 @@ def test_distillation_says_what_is_too_much(tiny_model, monkeypatch, options, te
         (distillation, "--k", 0), (distillation, "--num-texts", 0), (distillation, "--steps", -1),
         (distillation, "--training-steps", 0), (translation, "--beams", 0), (translation, "--steps", -1),
         (translation, "--model", "nowhere"), (semantic_ids, "--steps", -1), (semantic_ids, "--repeats", 0),
+        # A beam for each result.
+        (semantic_ids, "--beams", 5),
     ],
 )  # fmt: skip
 def test_short_demos_refuse_numbers_that_are_too_small(demo, option, value):

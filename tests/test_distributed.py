@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vocabulary over 1 to 4 processes on this machine. distributed_*checks.py have what each process checks."""
 
-import inspect
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,18 +15,11 @@ import distributed_sampling_checks
 import fused_topk.distributed
 import processes
 from benchmark import results
-from contract import parameters
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 
 CHECKS = {
-    module: [
-        name
-        for name, check in vars(module).items()
-        if inspect.isfunction(check)
-        and list(inspect.signature(check).parameters) == ["rank", "size"]
-        and name != "a_process_dies"
-    ]
+    module: processes.checks_of(module, "a_process_dies")
     for module in (
         distributed_checks,
         distributed_linear_checks,
@@ -64,32 +55,12 @@ def test_other_numbers_of_processes(module, check, size):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_process_that_dies(size):
-    *survivors, dead = processes.run("distributed_checks", ["a_process_dies"], size)
-    assert dead == {}
-    assert survivors == [{"a_process_dies": None}] * (size - 1), survivors
+    processes.assert_survivors("distributed_checks", size)
 
 
 def test_without_a_group():
     with pytest.raises(RuntimeError, match=r"torch\.distributed must be initialised"):
         fused_topk.distributed.topk(torch.zeros(2, 5), 2)
-
-
-def described_by(function) -> str:
-    """Its docstring, and those that it says have the other arguments."""
-    text = function.__doc__
-    for elsewhere in re.findall(r"rguments, .* are those of (:func:.*)$", text, flags=re.MULTILINE):
-        for package, other in re.findall(r":func:`(fused_topk\.)?(\w+)`", elsewhere):
-            text += described_by(getattr(fused_topk if package else fused_topk.distributed, other))
-    return text
-
-
-def test_public_functions_have_complete_docstrings():
-    """Each parameter is described there, or where the docstring says that it is."""
-    for name in fused_topk.distributed.__all__:
-        function = getattr(fused_topk.distributed, name)
-        described = described_by(function)
-        for parameter in parameters(f"distributed.{name}"):
-            assert f"        {parameter}: " in described, f"{name}: {parameter}"
 
 
 def bench(launcher: list[str], *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ import torch
 
 from decoding import OPTIONS, also, one_thread, run, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding
+from fused_topk.generation.whole_step import attribute, entry
 
 STEPS = OPTIONS["max_new_tokens"]
 
@@ -49,8 +50,11 @@ def test_a_copy_of_an_enabled_model_is_not_enabled(model, duplicate):
     attributes = model.__dict__.keys() - {"_forward_hooks"}
     expected, _ = run(model)
     enable(model)
+    # What is kept of the model is not the copy's.
+    run(model, num_beams=3)
     other = duplicate(model)
-    assert other.__dict__.keys() - {"_forward_hooks"} == attributes
+    assert entry._ready.get(model) is not None and entry._ready.get(other) is None
+    assert other.__dict__.keys() - {"_forward_hooks", attribute.KEPT} == attributes
     assert not other._forward_hooks
     found, steps = run(other)
     assert torch.equal(found, expected)

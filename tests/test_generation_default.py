@@ -2,6 +2,7 @@
 """fused_decoding(model) as it is without options: whole steps where they are quicker, transformers' loop elsewhere."""
 
 import copy
+import functools
 import logging
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from captured import as_on_a_gpu
-from decoding import SmallerIndexFirst, inputs_for, one_thread, stats, tiny  # noqa: F401
+from decoding import generate_both, inputs_for, one_thread, stats, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry, head, reasons
 from fused_topk.generation.whole_step.head import Head
@@ -19,15 +20,8 @@ from whole_steps import family
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 
 
-def both(model, inputs, **options):
-    """What stock and default generate() give, and the steps of the latter."""
-    options = {**OPTIONS, **options}
-    with SmallerIndexFirst():
-        stock = model.generate(**inputs, **options)
-        stats(reset=True)
-        with fused_decoding(model):
-            given = model.generate(**inputs, **options)
-    return stock, given, stats(reset=True)
+# What stock and default generate() give, and the steps of the latter.
+both = functools.partial(generate_both, return_dict_in_generate=False, **OPTIONS)
 
 
 @pytest.fixture

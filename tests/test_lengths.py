@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 import fused_topk
-from fused_topk import TopK, operators
-from fused_topk.rows import LogitRows
+from fused_topk import TopK
 from oracle import DTYPES, assert_same, bits
 from rows import NAN, packed, random_logits, random_mask
+from test_cpu import INSTRUCTION_SETS, full_rows
+from test_cpu import run as on_cpu
 
 FULL = ("softmax", "log_softmax", "logsumexp")
 
@@ -121,31 +122,16 @@ def test_compiled_draws_and_clamped_lengths():
     assert torch.equal(run(with_nan, torch.tensor([4, -5, 99])), fused_topk.sample(hidden, seed=1).tokens)
 
 
-def test_instruction_sets_agree():
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_instruction_sets_agree(cpu, name):
     """Every one of the CPU's, over the borders of blocks."""
-    from fused_topk.backends import cpu
-    from fused_topk.problem import FullRowProblem, TopkProblem
-    from simt.row_topk import empty_result
-
-    if cpu.unavailable() is not None:
-        pytest.skip(cpu.unavailable())
-    for name in cpu.native.instruction_sets():
-        for vocab_size, k in ((200, 5), (9001, 40)):
-            lengths = borders(vocab_size)
-            results = []
-            with_nan, hidden = ragged(lengths, vocab_size)
-            for rows in (LogitRows(with_nan, lengths=lengths), LogitRows(hidden)):
-                problem = TopkProblem(rows, k, "log_softmax", "allowed")
-                out = empty_result(problem)
-                operators.row_topk.prepare_cpu(problem, torch.device("cpu"), None, name)(rows, out)
-                full = torch.empty_like(hidden)
-                operators.full_rows.prepare_cpu(
-                    FullRowProblem(rows, "softmax"), torch.device("cpu"), torch.float32, name
-                )(rows, full)
-                results.append((out, full))
-            (got, of_got), (want, of_want) = results
-            assert_same(got, want)
-            same(of_got, of_want)
+    for vocab_size, k in ((200, 5), (9001, 40)):
+        lengths = borders(vocab_size)
+        with_nan, hidden = ragged(lengths, vocab_size)
+        got = on_cpu("log_softmax_topk", with_nan, k, name, lengths=lengths)
+        assert_same(got, on_cpu("log_softmax_topk", hidden, k, name))
+        got = full_rows("softmax", with_nan, torch.float32, name, lengths=lengths)
+        same(got, full_rows("softmax", hidden, torch.float32, name))
 
 
 def test_graph_of_changing_lengths(cuda):

@@ -7,6 +7,8 @@ and so must be the tokens.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -14,10 +16,10 @@ import fused_topk
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import dispatch
 from linear_heads import ALL_DTYPES, exact_head, exact_logits
+from live_bytes import live_bytes
 from oracle import DTYPES
 from rows import INF, NAN, packed, random_mask
-from test_linear import LiveBytes
-from test_sampling import SETTINGS
+from test_sampling import SETTINGS, check_graph
 
 # How many rows have their logits at once: all, or some of them, the last time fewer.
 BLOCKS = [None, 1, 4]
@@ -159,7 +161,7 @@ def test_scratch_memory(monkeypatch, rows, vocab_size, dtype, settings):
         settings = {**settings, "mask": torch.arange(vocab_size) % 3 > 0}
     # Past the dispatcher, which would show the mode the operator alone.
     monkeypatch.setattr(dispatch, "_OTHER_THREAD_KEYS", 0)
-    with LiveBytes() as live:
+    with live_bytes() as live:
         result = fused_topk.linear_sample(hidden, weight, bias, seed=0, **settings)
     results = [result.tokens, result.logprobs, *(result.topk or ())]
     scratch = live.most - sum(x.nbytes for x in results)
@@ -182,27 +184,9 @@ def test_blocks_are_of_equal_rows_and_at_least_one():
 
 
 def test_a_graph_draws_anew_at_each_replay(cuda, monkeypatch):
-    """And nothing waits for the GPU, also where more is kept than is listed."""
     hidden, weight, _ = exact_head(9, 32, 9001, torch.float32, "cuda")
     in_blocks(monkeypatch, 4)
-    settings = {"top_p": 0.99, "num_samples": 4}
-    want = cuda("linear_sample", hidden, weight, seed=3, **settings).tokens
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        drawn = cuda("linear_sample", hidden, weight, **settings).tokens
-        named = cuda("linear_sample", hidden, weight, seed=3, **settings).tokens
-    replayed = []
-    for _ in range(2):
-        graph.replay()
-        replayed.append(drawn.clone())
-        assert torch.equal(named, want)
-    assert not torch.equal(*replayed)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        cuda("linear_sample", hidden, weight, **settings)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    check_graph(functools.partial(cuda, "linear_sample", hidden, weight, top_p=0.99, num_samples=4), 3)
 
 
 def test_no_transform_maps_over_it():

@@ -20,7 +20,7 @@ RECOMPUTE = pytest.mark.parametrize("recompute", [True, False], ids=["again", "k
 
 
 def given_tokens(several: bool, device: str) -> torch.Tensor:
-    """Some none; with several a row, some equal."""
+    """Some none; with several a row, some equal.."""
     tokens = torch.randint(0, V, (*LEAD, *((4,) if several else ())), generator=torch.Generator().manual_seed(3))
     tokens.view(-1)[::5] = -100
     if several:
@@ -50,9 +50,12 @@ def test_against_float64(monkeypatch, backend, dtype, several, mask_kind, normal
         "normalize": normalize,
         "temperature": torch.linspace(0.5, 2.0, 18, device=device).view(LEAD),
     }
-    wanted = given_tokens(several, device)
-    learned = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     given = {**settings, "mask": packed(mask) if mask_kind == "packed" else mask}
+    best = backend("linear_log_softmax_topk", hidden, weight, 3, bias, **given)
+    wanted = given_tokens(several, device)
+    if several:
+        wanted[..., 0] = best.indices[..., 1]
+    learned = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     asked = {"entropy": True, "tail": True, "ranks": k > 0, "k": k, "recompute": recompute}
     found = backend("linear_token_logprobs", *learned[:2], wanted, learned[2], **given, **asked)
     logits = exact_logits(hidden, weight, bias).double().requires_grad_()
@@ -67,14 +70,15 @@ def test_against_float64(monkeypatch, backend, dtype, several, mask_kind, normal
         (found.tail, want.tail),
     ):
         torch.testing.assert_close(got.double(), exact, equal_nan=True, **bound)
+    chosen, of_chosen = [], []
     if k:
-        best = backend("linear_log_softmax_topk", hidden, weight, k, bias, **given)
+        chosen, of_chosen = [found.topk.values], [exact_spread(logits, best.indices, **settings).logprobs]
         assert torch.equal(found.topk.indices, best.indices)
         torch.testing.assert_close(found.topk.values, best.values, **bound)
         ranks = fused_topk.token_logprobs(exact_logits(hidden, weight, bias), wanted, ranks=True, **given).ranks
         assert torch.equal(found.ranks, ranks)
-    loss_of(got_logprobs, found.entropy, found.tail, found.logsumexp).backward()
-    loss_of(want.logprobs, want.entropy, want.tail, want.logsumexp).backward()
+    loss_of(got_logprobs, found.entropy, found.tail, found.logsumexp, *chosen).backward()
+    loss_of(want.logprobs, want.entropy, want.tail, want.logsumexp, *of_chosen).backward()
     g, size, h = logits.grad.flatten(0, 1), logits.grad.abs().flatten(0, 1), hidden.double().flatten(0, 1)
     # Rounded as an element, as the product of each piece or block, and as the sum; of float32 what its sums lose.
     roundings = 2.1 + (-(-18 // rows) + -(-V // tokens) if recompute else 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_topk import TopK, operators
+from fused_topk import TopK
 from oracle import DTYPES, bits, expected, numpy_topk, problem_of
 from rows import adversarial_rows, packed, random_logits, random_mask
 
@@ -73,24 +73,3 @@ def test_reference_topk_values_are_copies(dtype):
     logits = torch.stack(list(adversarial_rows(90, k, dtype).values()))
     got = expected("topk", logits, k)
     assert torch.equal(bits(got.values), bits(logits).gather(-1, got.indices))
-
-
-def test_reference_beam_topk_order_of_equal_values():
-    """Equal accumulated values: the smaller beam first, then the order of the row."""
-    logits = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [float("nan"), 0.0, 0.0]]])
-    out = _beam_out(1, 3, 9)
-    operators.row_topk.reference_of_beams(problem_of("log_softmax_topk", logits, 9), torch.zeros(1, 3), out)
-    assert out.indices.tolist() == [[6, 7, 8, 0, 1, 2, 3, 4, 5]]
-    # At -1e4 float32 is so coarse that all of these are one value.
-    logits = torch.tensor([[[0.0, 1e-7, 2e-7], [1e-7, 0.0, 0.0]]])
-    out = _beam_out(1, 2, 6)
-    operators.row_topk.reference_of_beams(problem_of("log_softmax_topk", logits, 6), torch.tensor([[-1e4, -1e4]]), out)
-    assert out.indices.tolist() == [[2, 1, 0, 3, 4, 5]]
-
-
-def _beam_out(batch: int, beams: int, k: int, dtype=torch.float32) -> TopK:
-    return TopK(
-        torch.empty(batch, k, dtype=dtype),
-        torch.empty(batch, k, dtype=torch.int64),
-        torch.empty(batch, beams, dtype=dtype),
-    )

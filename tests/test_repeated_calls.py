@@ -87,17 +87,6 @@ def test_what_torch_must_see_is_no_plain_call(cpu):
     assert seen == [None] * 4
 
 
-def test_contents_are_looked_at_in_each_call(cpu):
-    logits, temperature = random_logits(4, 50), torch.ones(4)
-    fused_topk.softmax_topk(logits, 5, temperature=temperature)
-    fused_topk.softmax(logits, temperature=temperature)
-    for wrong in (0.0, -1.0, float("nan"), float("inf"), 1e-39):
-        temperature[3] = wrong
-        for entry, arguments in (("softmax_topk", (5,)), ("softmax", ())):
-            with pytest.raises(ValueError, match=r"`temperature` must satisfy .* in every row"):
-                getattr(fused_topk, entry)(logits, *arguments, temperature=temperature)
-
-
 def test_threads_get_their_own_results(cpu):
     """More layouts than there are places for, at once."""
     errors = []
@@ -185,17 +174,21 @@ def flat(result):
     return [x for x in (*result[:-1], *(result.topk or ())) if x is not None]
 
 
-def test_contents_beside_the_logits_are_looked_at_in_each_call(cpu):
+def test_contents_are_looked_at_in_each_call(cpu):
     logits, tokens = random_logits(4, 50), torch.tensor([1, 2, -5, 49])
-    top_p, top_k, lengths = torch.full((4,), 0.5), torch.full((4,), 3), torch.full((4,), 50)
+    top_p, top_k, lengths, scale = torch.full((4,), 0.5), torch.full((4,), 3), torch.full((4,), 50), torch.ones(4)
+    softmax_topk = functools.partial(fused_topk.softmax_topk, logits, 5, temperature=scale)
+    softmax = functools.partial(fused_topk.softmax, logits, temperature=scale)
     token_logprobs = functools.partial(fused_topk.token_logprobs, logits, tokens)
     sample = functools.partial(fused_topk.sample, logits, top_p=top_p, top_k=top_k, lengths=lengths, seed=1)
-    token_logprobs(), sample()
+    token_logprobs(), sample(), softmax_topk(), softmax()
+    of_scale = "`temperature` must satisfy .* in every row"
     for call, tensor, wrong, message in (
         (token_logprobs, tokens, 50, "`tokens` must be below the vocabulary size 50, got 50"),
         (sample, top_p, 1.5, "`top_p` must satisfy 0 <= top_p <= 1 in every row, got 1.5"),
         (sample, top_k, -2, "`top_k` must satisfy -1 <= top_k"),
         (sample, lengths, 51, "`lengths` must satisfy 0 <= lengths <= 50"),
+        *((call, scale, wrong, of_scale) for call in (softmax_topk, softmax) for wrong in (0.0, torch.nan, 1e-39)),
     ):
         right = tensor[3].item()
         tensor[3] = wrong

@@ -6,7 +6,9 @@ sum gives for it. A draw may be another one only if its number is within `NEAR` 
 to statistics is that the numbers are uniform and independent.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,8 +21,8 @@ from exact_draws import (
     SETTINGS,
     broad_rows,
     check_draws,
-    check_is_kept,
     check_kept,
+    check_sample,
     kept_weights,
     rows_cut_by_min_p,
     rows_of,
@@ -40,10 +42,7 @@ def test_a_number_draws_the_token_of_the_exact_sums(backend, name, vocab_size, d
     logits = rows_of(vocab_size, dtype)
     seed = torch.arange(len(logits)) + 17
     got = backend("sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=50, **settings)
-    tokens = got.tokens.cpu()
-    weights = kept_weights(logits, settings)
-    check_draws(tokens, uniforms(seed, 50), weights)
-    check_is_kept(tokens, weights, settings.get("top_p"))
+    check_sample(got, seed, logits, settings)
     again = backend("sample", logits.to(backend.device), seed=seed.to(backend.device), kept=True, **settings)
     assert got.kept is None and torch.equal(again.tokens, got.tokens[:, :1])
     check_kept(again.kept, logits, settings)
@@ -56,9 +55,7 @@ def test_long_rows(backend, name):
     logits = rows_of(262144)[[0, 2, 3, 4, 7]]
     seed = torch.arange(len(logits)) - 5
     got = backend("sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=20, **settings)
-    weights = kept_weights(logits, settings)
-    check_draws(got.tokens.cpu(), uniforms(seed, 20), weights)
-    check_is_kept(got.tokens.cpu(), weights, settings.get("top_p"))
+    check_sample(got, seed, logits, settings)
 
 
 @pytest.mark.parametrize("name", BROAD)
@@ -79,10 +76,7 @@ def test_broad_rows(backend, vocab_size, dtype, name):
     got = backend(
         "sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=20, kept=True, **settings
     )
-    weights = kept_weights(logits, settings)
-    check_draws(got.tokens.cpu(), uniforms(seed, 20), weights)
-    check_is_kept(got.tokens.cpu(), weights, settings.get("top_p"))
-    check_kept(got.kept, logits, settings)
+    check_sample(got, seed, logits, settings)
 
 
 def test_broad_rows_with_parameters_of_their_own_and_a_mask(backend):
@@ -236,17 +230,19 @@ def test_generators_are_advanced(backend):
 
 
 def test_a_graph_draws_anew_at_each_replay(cuda):
-    """And nothing waits for the GPU, also where more is kept than is listed."""
     logits = rows_of(9001).cuda()
-    seed = torch.arange(len(logits), device="cuda")
-    temperature = torch.ones(len(logits), device="cuda")
-    settings = {"temperature": temperature, "top_p": 0.99, "num_samples": 4}
-    expected = cuda("sample", logits, seed=seed, **settings).tokens
+    settings = {"temperature": torch.ones(len(logits), device="cuda"), "top_p": 0.99, "num_samples": 4}
+    check_graph(functools.partial(cuda, "sample", logits, **settings), torch.arange(len(logits), device="cuda"))
+
+
+def check_graph(draw: Callable[..., fused_topk.Sample], seed: Tensor | int) -> None:
+    """And nothing waits for the GPU, also where more is kept than is listed."""
+    expected = draw(seed=seed).tokens
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        drawn = cuda("sample", logits, **settings).tokens
-        named = cuda("sample", logits, seed=seed, **settings).tokens
+        drawn = draw().tokens
+        named = draw(seed=seed).tokens
     replayed = []
     for _ in range(2):
         graph.replay()
@@ -255,7 +251,7 @@ def test_a_graph_draws_anew_at_each_replay(cuda):
     assert not torch.equal(*replayed)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        cuda("sample", logits, **settings)
+        draw()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -101,23 +101,11 @@ def _check(backend, case: Case) -> None:
     assert_topk(backend(case.entry, logits, case.k), want, logits, case.entry)
 
 
-@pytest.mark.parametrize("case", _shared(_covering(), 3), ids=str)
+_SHARED = [*_shared(_covering() + _K_BOUNDARIES, 3), *_shared(_VOCAB_BOUNDARIES, 5), *_shared(_BATCHES, 2)]
+
+
+@pytest.mark.parametrize("case", _SHARED, ids=str)
 def test_row_topk_shapes(native, case):
-    _check(native, case)
-
-
-@pytest.mark.parametrize("case", _shared(_K_BOUNDARIES, 3), ids=str)
-def test_row_topk_k_boundaries(native, case):
-    _check(native, case)
-
-
-@pytest.mark.parametrize("case", _shared(_VOCAB_BOUNDARIES, 5), ids=str)
-def test_row_topk_vocab_boundaries(native, case):
-    _check(native, case)
-
-
-@pytest.mark.parametrize("case", _shared(_BATCHES, 2), ids=str)
-def test_row_topk_batches(native, case):
     _check(native, case)
 
 

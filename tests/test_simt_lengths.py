@@ -9,19 +9,13 @@ import test_simt
 from fused_topk import TopK
 from fused_topk.problem import FullRowProblem, TopkProblem
 from fused_topk.rows import LogitRows
-from oracle import DTYPES, assert_same, bits
-from rows import NAN, random_logits, random_mask
+from oracle import DTYPES, assert_same
+from rows import random_logits, random_mask
 from simt.cases import Case
 from simt.launch import SCHEDULES
 from simt.row_topk import row_topk
+from test_lengths import ragged, same
 from test_simt_full_rows import run, small_choice
-from test_simt_sampling import draw
-
-
-def ragged(logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits with NaN beyond the lengths, and with -inf there."""
-    beyond = torch.arange(logits.shape[-1]) >= lengths.clamp(0).unsqueeze(-1)
-    return logits.masked_fill(beyond, NAN), logits.masked_fill(beyond, -torch.inf)
 
 
 def topk(case: Case, problem: TopkProblem, beam_scores: Tensor | None = None, **how) -> TopK:
@@ -64,8 +58,7 @@ def check_bits(name: str, values: str = "log_softmax", is_long: bool = True, **h
     """Rows of all lengths against the same rows with -inf; `how`: of the former."""
     case = CASES[name]
     lengths = lengths_of(case)
-    logits = random_logits(len(lengths), case.vocab_size, dtype=DTYPES[case.dtype])
-    with_nan, hidden = (case._placed(x) for x in ragged(logits, lengths))
+    with_nan, hidden = map(case._placed, ragged(lengths, case.vocab_size, DTYPES[case.dtype]))
     rows = LogitRows(with_nan, temperature=0.7, lengths=lengths if is_long else lengths.int())
     got = topk(case, request(case, rows, values), **how)
     assert_same(got, topk(case, request(case, LogitRows(hidden, temperature=0.7), values)))
@@ -86,8 +79,7 @@ def test_every_kernel(kernel):
     """In the case that test_simt.py has of its kernel without lengths."""
     case = min(test_simt.CASES[kernel], key=lambda case: case.vocab_size)
     lengths = torch.tensor([0, case.k, case.vocab_size // 2, case.vocab_size - 1])
-    logits = random_logits(len(lengths), case.vocab_size, dtype=DTYPES[case.dtype])
-    with_nan, hidden = (case._placed(x) for x in ragged(logits, lengths))
+    with_nan, hidden = map(case._placed, ragged(lengths, case.vocab_size, DTYPES[case.dtype]))
     got = topk(case, request(case, LogitRows(with_nan, lengths=lengths), "log_softmax"))
     assert_same(got, topk(case, request(case, LogitRows(hidden), "log_softmax")))
 
@@ -97,9 +89,8 @@ def test_every_kernel(kernel):
 def test_topk_with_masks(name, normalize):
     case = CASES[name]
     lengths = lengths_of(case)[1::2]
-    logits = random_logits(len(lengths), case.vocab_size, dtype=DTYPES[case.dtype])
-    mask = random_mask(*logits.shape, share=0.7)
-    with_nan, hidden = ragged(logits, lengths)
+    with_nan, hidden = ragged(lengths, case.vocab_size, DTYPES[case.dtype])
+    mask = random_mask(*hidden.shape, share=0.7)
     got = topk(case, request(case, LogitRows(with_nan, mask=mask, lengths=lengths), "softmax", normalize))
     assert_same(got, topk(case, request(case, LogitRows(hidden, mask=mask), "softmax", normalize)))
 
@@ -124,10 +115,9 @@ def test_topk_under_schedules(name, schedule):
 
 @pytest.mark.parametrize("case", [Case(2500, 5, beams=3), Case(40_008, 60, beams=3, splits=2)], ids=["warps", "splits"])
 def test_beams(case):
-    logits = random_logits(2, 3, case.vocab_size)
     # Whose strides are not those of the rows.
     lengths = torch.tensor([[case.vocab_size, 3], [1, case.k], [2000, case.vocab_size - 1]]).t()
-    with_nan, hidden = ragged(logits, lengths)
+    with_nan, hidden = ragged(lengths, case.vocab_size)
     scores = random_logits(2, 3, seed=1) - 20
     got = topk(case, request(case, LogitRows(with_nan, lengths=lengths), "log_softmax"), scores)
     assert_same(got, topk(case, request(case, LogitRows(hidden), "log_softmax"), scores))
@@ -143,14 +133,11 @@ def test_full_rows(kernel, blocks, vocab_size, offset, dtype):
     vocab_size = (vocab_size + offset) * (1 if dtype == "fp32" else 2)
     choice = small_choice(kernel, vocab_size, DTYPES[dtype].itemsize, blocks)
     lengths = torch.tensor([0, 1, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 9, -1])
-    logits = random_logits(len(lengths), vocab_size, dtype=DTYPES[dtype])
-    with_nan, hidden = ragged(logits, lengths)
+    with_nan, hidden = ragged(lengths, vocab_size, DTYPES[dtype])
     for values in ("softmax", "log_softmax", "logsumexp"):
         rows = LogitRows(with_nan, temperature=0.7, lengths=lengths)
-        got = full(FullRowProblem(rows, values), choice)
         want = full(FullRowProblem(LogitRows(hidden, temperature=0.7), values), choice)
-        assert torch.equal(got.isnan(), want.isnan())
-        assert torch.equal(bits(got.nan_to_num(7.0)), bits(want.nan_to_num(7.0)))
+        same(full(FullRowProblem(rows, values), choice), want)
 
 
 @pytest.mark.parametrize(("kernel", "blocks", "vocab_size"), FULL)
@@ -163,25 +150,3 @@ def test_full_rows_read_nothing_beyond_a_length(kernel, blocks, vocab_size, leng
 
 def full(problem: FullRowProblem, choice, **how) -> Tensor:
     return run(problem, choice, problem.rows.logits.dtype, **how)
-
-
-FILTERS = {
-    "none": {},
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.6},
-    "all": {"top_k": 50, "top_p": 0.9, "min_p": 0.05},
-}
-
-
-@pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_draws(filters, blocks, is_masked):
-    lengths = torch.tensor([0, 1, 7, 1024, 1025, 3000, 3001, 5000])
-    with_nan, hidden = ragged(random_logits(len(lengths), 3001), lengths)
-    mask = random_mask(*hidden.shape, share=0.7) if is_masked else None
-    settings = {"mask": mask, "num_samples": 3, "blocks": blocks, "longest": 20, "name_of": 5}
-    got = draw(with_nan, FILTERS[filters], lengths=lengths, **settings)
-    want = draw(hidden, FILTERS[filters], **settings)
-    assert torch.equal(got.tokens, want.tokens)
-    assert torch.equal(got.logprobs.nan_to_num(7.0), want.logprobs.nan_to_num(7.0))

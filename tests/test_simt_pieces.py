@@ -201,13 +201,14 @@ def test_architectures(architecture, dtype):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_targets", [False, True])
+@pytest.mark.parametrize("more", ["nothing", "targets", "mask"])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
-    """An LM head takes its pieces into one state: two blocks of rows, and a last piece that is not full."""
+def test_heads(monkeypatch, entry, dtype, more, has_bias):
+    """An LM head takes its pieces into one state: two blocks of rows, and a last piece that is not full. The kernel knows no
+    mask: with one the pieces' states are merged."""
     hidden, weight, bias = exact_head(7, 16, 3001, DTYPES[dtype])
     bias = bias if has_bias else None
-    has_targets = has_targets and entry != "linear_topk"
+    has_targets, has_mask = more == "targets" and entry != "linear_topk", more == "mask"
     targets = (torch.arange(7) * 500).unsqueeze(-1) if has_targets else None
     # test_simt_tokens.py has the kernel of sums.
     monkeypatch.setitem(operators.token_spread.ON, "cuda", operators.token_spread.reference)
@@ -231,35 +232,21 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
     accumulate_piece = cuda_pieces.accumulate_piece
     monkeypatch.setattr(cuda_pieces, "accumulate_piece", accumulate)
     settings = {} if entry == "linear_topk" else {"temperature": 0.7}
+    settings |= {"mask": random_mask(7, 3001, share=0.7)} if has_mask else {}
     head = linear_pieces.LinearProblem(LogitRows(hidden, **settings), weight, bias, targets, "allowed")
     values = {"softmax_topk": "softmax", "log_softmax_topk": "log_softmax", "topk": "logits"}[ENTRIES[entry]]
     found = linear_pieces.forward(head, linear_pieces.Wanted(9, values, "cpu", "index" if has_targets else None, True))
-    assert launched == [(4, 1024), (4, 1024), (4, 953), (3, 1024), (3, 1024), (3, 953)]
+    assert launched == [(4, 1024), (4, 1024), (4, 953), (3, 1024), (3, 1024), (3, 953)] * (not has_mask)
     logits = exact_logits(hidden, weight, bias)
     got = TopK(*found[:3])
-    assert_topk(got, expected(ENTRIES[entry], logits, 9, **settings), logits, ENTRIES[entry], **settings)
+    want = expected(ENTRIES[entry], logits, 9, **settings)
+    assert_topk(got, want, logits, ENTRIES[entry], temperature=settings.get("temperature"))
     if has_targets:
         logp = (logits.double() / 0.7).log_softmax(-1).gather(-1, targets)
         torch.testing.assert_close(found.target_logprobs.double(), logp, rtol=0, atol=4e-6)
         ranks = (logits > logits.gather(-1, targets)).sum(-1, keepdim=True)
         ties = (logits == logits.gather(-1, targets)) & (torch.arange(3001) < targets)
         assert torch.equal(found.target_ranks, ranks + ties.sum(-1, keepdim=True) + 1)
-
-
-def test_a_head_with_a_mask_has_its_states_merged(monkeypatch):
-    """The kernel knows no mask."""
-    hidden, weight, _ = exact_head(7, 16, 3001, torch.float32)
-    mask = random_mask(7, 3001, share=0.7)
-    monkeypatch.setattr(layout, "forward_pieces", lambda *sizes: layout.Pieces(3, 1024, 2))
-    monkeypatch.setattr(layout, "accumulated_pieces", lambda *sizes: layout.Pieces(4, 1024, 0))
-    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: "cuda"))
-    monkeypatch.setattr(cuda_pieces, "accumulate_piece", lambda *launch: None)
-    head = linear_pieces.LinearProblem(LogitRows(hidden, mask=mask), weight, None, None, "allowed")
-    found = linear_pieces.forward(head, linear_pieces.Wanted(9, "log_softmax", "cpu", None, True))
-    logits = exact_logits(hidden, weight)
-    want = expected("log_softmax_topk", logits, 9, mask=mask)
-    assert_topk(TopK(*found[:3]), want, logits, "log_softmax_topk")
 
 
 def test_launches_have_the_shape_that_the_kernel_expects():

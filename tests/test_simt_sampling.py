@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu on the emulated machine: the draws, and every read and write
-checked."""
+"""The kernels of csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu on the emulated machine: the draws, also with noise, and
+every read and write checked."""
 
 import math
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from exact_draws import (
     SETTINGS,
     broad_rows,
     check_draws,
-    check_is_kept,
     check_kept,
+    check_sample,
     kept_weights,
     rows_cut_by_min_p,
     rows_of,
@@ -29,10 +29,11 @@ from fused_topk.layout import launch
 from fused_topk.problem import Kept, Sample, SampleProblem, TopK, TopkProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES
-from rows import INF, NAN, packed, random_logits, random_mask
+from rows import INF, NAN, also, packed, random_logits, random_mask
 from simt import sanitized
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
+from test_sampling_noise import check_winners, exponential, ties_and_odd_noise
 
 
 def prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[LogitRows], TopK]:
@@ -133,34 +134,43 @@ CASES = {
 }
 
 
-def check_case(name: str, dtype: torch.dtype, vocab_size: int, longest: int | None, **how) -> None:
+def check_noise(logits: Tensor, settings: dict, mask: Tensor | None = None, **how) -> None:
+    """That every row's token is the winner with some noise. how: as of draw()."""
+    noise = exponential(*logits.shape)
+    got = draw(logits, settings, noise=noise, num_samples=1, mask=mask, **how)
+    check_winners(got.tokens, noise, logits, settings, mask)
+
+
+def check_case(
+    name: str, dtype: torch.dtype, vocab_size: int, longest: int | None, has_noise: bool = False, **how
+) -> None:
     """That every row's tokens are those of the exact sums. how: as of draw()."""
     settings = CASES[name]
     logits = rows_of(vocab_size, dtype)
+    if has_noise:
+        return check_noise(logits, settings, longest=longest, **how)
     seed = torch.arange(len(logits)) + 3
     got = draw(logits, settings, name_of=seed, longest=longest, **how)
-    weights = kept_weights(
-        logits,
-        {k: v.clamp(min=1e-9) if k == "temperature" and isinstance(v, Tensor) else v for k, v in settings.items()},
-    )
-    check_draws(got.tokens, uniforms(seed, 2), weights)
-    check_is_kept(got.tokens, weights, settings.get("top_p"))
+    check_sample(got, seed, logits, settings)
     own = logits.double().log_softmax(-1).gather(1, got.tokens)
     torch.testing.assert_close(got.logprobs.double(), own, rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.parametrize(("longest", "blocks"), [(None, 1), (5, 1), (5, 3)], ids=["listed", "searched", "by_blocks"])
+@pytest.mark.parametrize("has_noise", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_draws(name, longest, blocks):
+def test_draws(name, longest, blocks, has_noise):
     """With a list of 5 nearly every filter keeps more than is listed."""
     turn = list(CASES).index(name)
     dtype = list(DTYPES.values())[turn % 3]
-    check_case(name, dtype, 777, longest, blocks=blocks, schedule=SCHEDULES[turn % len(SCHEDULES)], seed=turn)
+    how = {"blocks": blocks, "schedule": SCHEDULES[turn % len(SCHEDULES)], "seed": turn}
+    check_case(name, dtype, 777, longest, has_noise, **how)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("has_noise", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_of_blocks_that_share_a_row(schedule):
+def test_schedules_of_blocks_that_share_a_row(schedule, has_noise):
     """Those that hand over their parts, and those that wait for each other: for the sum, for each digit of the border, for the
     tokens that tie with it, and for what is kept."""
     for name, dtype in (
@@ -168,29 +178,32 @@ def test_schedules_of_blocks_that_share_a_row(schedule):
         ("top_p_min_p", torch.float32),
         ("each_its_own", torch.float16),
     ):
-        check_case(name, dtype, 3001, 4, blocks=4, schedule=schedule, seed=5)
+        check_case(name, dtype, 3001, 4, has_noise, blocks=4, schedule=schedule, seed=5)
 
 
-def check_broad(name: str, dtype: torch.dtype, vocab_size: int, rows: slice = slice(None), **how) -> None:
+def check_broad(
+    name: str, dtype: torch.dtype, vocab_size: int, rows: slice = slice(None), has_noise: bool = False, **how
+) -> None:
     """As check_case(), of rows of which no list has what is kept: the tokens, and what they are drawn from."""
     settings, logits = BROAD[name], broad_rows(vocab_size, dtype)[rows]
+    if has_noise:
+        return check_noise(logits, settings, **how)
     seed = torch.arange(len(logits)) + 3
     got = draw(logits, settings, name_of=seed, kept=True, **how)
-    weights = kept_weights(logits, settings)
-    check_draws(got.tokens, uniforms(seed, 2), weights)
-    check_is_kept(got.tokens, weights, settings.get("top_p"))
-    check_kept(got.kept, logits, settings)
+    check_sample(got, seed, logits, settings)
 
 
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in ("most", "likely") else pytest.mark.exhaustive) for name in BROAD],
 )
-def test_broad_rows(name):
+@pytest.mark.parametrize("has_noise", [False, True])
+def test_broad_rows(name, has_noise):
     turn = list(BROAD).index(name)
     dtype, blocks = list(DTYPES.values())[turn % 3], 1 + turn % 2
     rows = slice(0, 4) if name in ("most", "likely") else slice(None)
-    check_broad(name, dtype, 2100, rows, blocks=blocks, schedule=SCHEDULES[turn % len(SCHEDULES)], seed=turn)
+    how = {"blocks": blocks, "schedule": SCHEDULES[turn % len(SCHEDULES)], "seed": turn}
+    check_broad(name, dtype, 2100, rows, has_noise, **how)
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -234,11 +247,10 @@ def test_kept_of_whole_rows(blocks):
 def test_blocks_do_not_change_the_bits():
     """Of tokens and of their log-probabilities: sums are of integers, and parts are cut by the length of the row alone."""
     logits = rows_of(2500, torch.bfloat16)[[0, 2, 3]]
-    for name, truncated in product(("temperature", "top_p_of_almost_all"), (False, True)):
-        one, several = (
-            draw(logits, CASES[name], name_of=torch.arange(3), truncated=truncated, longest=5, blocks=blocks)
-            for blocks in (1, 3)
-        )
+    names = {"name_of": torch.arange(3)}, {"noise": exponential(3, 2500), "num_samples": 1}
+    for name, truncated, of_draws in product(("temperature", "top_p_of_almost_all"), (False, True), names):
+        given = {"truncated": truncated, "longest": 5, **of_draws}
+        one, several = (draw(logits, CASES[name], blocks=blocks, **given) for blocks in (1, 3))
         assert torch.equal(one.tokens, several.tokens)
         assert torch.equal(one.logprobs.view(torch.int32), several.logprobs.view(torch.int32))
 
@@ -257,21 +269,22 @@ def test_long_parts(monkeypatch):
     """As of rows beyond a million tokens: a warp reads a part in several steps."""
     monkeypatch.setattr(launch, "_MOST_PARTS", 2)
     assert launch.part_length_log2(9001) == 13
-    for blocks in (1, 2):
-        check_case("temperature", torch.float32, 9001, None, blocks=blocks)
+    for blocks, has_noise in product((1, 2), (False, True)):
+        check_case("temperature", torch.float32, 9001, None, has_noise, blocks=blocks)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("architecture", [75, 90])
 @pytest.mark.parametrize("vocab_size", [1, 31, 9001])
-def test_formats_and_lengths(vocab_size, architecture, dtype):
+@pytest.mark.parametrize("has_noise", [False, True])
+def test_formats_and_lengths(vocab_size, architecture, dtype, has_noise):
     for name in ("whole", "temperature", "usual", "top_p_min_p"):
-        blocks = 2 if name == "temperature" else 1
-        check_case(name, dtype, vocab_size, 7, blocks=blocks, schedule="random", architecture=architecture)
+        how = {"blocks": 2 if name == "temperature" else 1, "schedule": "random", "architecture": architecture}
+        check_case(name, dtype, vocab_size, 7, has_noise, **how)
 
 
-def test_masks_strides_and_many_samples():
+def test_masks_lengths_strides_and_many_samples():
     """Rows that start at any multiple of their elements' size."""
     logits = rows_of(500).repeat(1, 2)[:4, 3:503]
     halves = rows_of(1500, torch.bfloat16).repeat(1, 2)
@@ -279,12 +292,16 @@ def test_masks_strides_and_many_samples():
         given = halves[:, start : start + 1500]
         got = draw(given, SETTINGS["temperature"], name_of=torch.arange(10))
         check_draws(got.tokens, uniforms(torch.arange(10), 2), kept_weights(given, SETTINGS["temperature"]))
-    mask = random_mask(4, 500, share=0.2)
-    seed = torch.arange(4)
-    for given in (mask, packed(mask)):
-        for name in ("whole", "usual", "top_p"):
-            got = draw(logits, SETTINGS[name], name_of=seed, mask=given, num_samples=40, longest=9)
-            check_draws(got.tokens, uniforms(seed, 40), kept_weights(logits, SETTINGS[name], mask))
+    mask, lengths, seed = random_mask(4, 500, share=0.2), torch.tensor([500, 333, 77, 2]), torch.arange(4)
+    mask[:, 0] = True
+    is_there = torch.arange(500) < lengths.unsqueeze(1)
+    # What is behind a row's end is not looked at.
+    shown, given = logits.clone(), logits.copy_(logits.masked_fill(~is_there, INF))
+    for of_mask, name, blocks in product((None, mask, packed(mask)), ("whole", "usual", "top_p"), (1, 2)):
+        how = {"mask": of_mask, "lengths": lengths, "num_samples": 40, "longest": 9, "blocks": blocks}
+        got = draw(given, SETTINGS[name], name_of=seed, **how)
+        counts = is_there if of_mask is None else is_there & mask
+        check_draws(got.tokens, uniforms(seed, 40), kept_weights(shown, SETTINGS[name], counts))
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.5}, {"top_k": torch.tensor([1000, 1000])}], ids=["top_p", "top_k"])
@@ -321,9 +338,10 @@ def test_rows_without_a_distribution():
     mask = torch.ones(5, 100, dtype=torch.bool)
     mask[3] = False
     temperature = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0])
-    for truncated, top_p, blocks in product((False, True), (0.5, 1.0), (1, 2)):
+    noises = {}, {"noise": exponential(5, 100), "num_samples": 1}
+    for truncated, top_p, blocks, noise in product((False, True), (0.5, 1.0), (1, 2), noises):
         given = {"temperature": temperature, "top_p": top_p}
-        got = draw(rows, given, mask=mask, truncated=truncated, blocks=blocks)
+        got = draw(rows, given, mask=mask, truncated=truncated, blocks=blocks, **noise)
         assert got.tokens[:, 0].tolist() == [3, 4, 0, 0, int(rows[4].argmax())]
         assert bool(got.logprobs[:4].isnan().all()) and bool(got.logprobs[4].isnan().all()) == truncated
 
@@ -435,3 +453,46 @@ def test_ties_at_the_edge_of_a_bin():
     got = draw(logits, {"top_p": top_p}, name_of=seed, kept=True, num_samples=20)
     check_draws(got.tokens, uniforms(seed, 20), kept_weights(logits, {"top_p": top_p}))
     assert bool(((got.kept.counts - 3051).abs() <= 1).all())
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_ties_at_the_border_of_top_p(blocks):
+    """A few, which are listed, and more than a list has: the first of them are kept, and race."""
+    for ties in (300, 3000):
+        logits = torch.full((4, 4000), -9.0)
+        logits[:, 3 : 3 + ties] = 1.0
+        logits[:, 3500:3510] = 1.5
+        for top_p in (0.3, 0.6):
+            check_noise(logits.bfloat16(), {"top_p": top_p}, longest=5, blocks=blocks)
+
+
+def test_masks_lengths_and_strides_of_noise():
+    """Logits and noise that start at any multiple of their elements' size. What is behind a row's end is not read."""
+    halves = rows_of(1500, torch.bfloat16).repeat(1, 2)
+    for start in range(0, 8, 3):
+        check_noise(halves[:3, start : start + 1501], SETTINGS["temperature"])
+    logits = rows_of(500)[:4]
+    mask = random_mask(4, 500, share=0.2)
+    lengths = torch.tensor([500, 333, 77, 2])
+    mask[:, 0] = True
+    allowed = mask & (torch.arange(500) < lengths.unsqueeze(1))
+    noise = exponential(4, 500)
+    for given, name in product((mask, packed(mask)), ("whole", "usual", "top_p")):
+        got = draw(logits, SETTINGS[name], noise=noise, num_samples=1, mask=given, lengths=lengths, longest=9)
+        check_winners(got.tokens, noise, logits, SETTINGS[name], allowed)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"top_k": 20}, *also({"top_p": 0.99}, {"min_p": 1e-4})],
+    ids=str,
+)
+def test_ties_and_noise_that_no_distribution_gives(settings):
+    for vocab_size, blocks in ((24, 1), (2100, 2)):
+        logits, noise, expected = ties_and_odd_noise(vocab_size)
+        for longest in (None, 1):
+            given = {"noise": noise, "num_samples": 1, "blocks": blocks, "longest": longest}
+            got = draw(logits, settings, **given)
+            assert got.tokens.flatten().tolist() == expected
+            got = draw(torch.ones_like(logits), settings, mask=logits != -INF, **given)
+            assert got.tokens.flatten().tolist() == expected

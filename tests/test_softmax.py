@@ -15,9 +15,9 @@ from torch import Tensor
 import fused_topk
 from choices import FULL_ROW_VARIANTS
 from fused_topk.layout.full_row_choice import choose_full_row
-from fused_topk.rows import LogitRows
-from oracle import DTYPES, bits, start_full_rows
+from oracle import DTYPES, bits
 from rows import adversarial_rows, also, layouts, random_logits, shifted
+from test_cpu import INSTRUCTION_SETS, full_rows
 
 VALUES = ("softmax", "log_softmax")
 ENTRIES = (*VALUES, "logsumexp")
@@ -108,14 +108,6 @@ def test_single_vector(native):
     logits = random_logits(4_194_304, device=native.device) + 1e4
     for entry in ENTRIES:
         check(native, entry, logits)
-
-
-@pytest.mark.parametrize("rows", (1, 2, 5, 37, 199, 1000))
-def test_row_counts(backend, rows):
-    for vocab_size in (64, 1500):
-        logits = random_logits(rows, vocab_size, device=backend.device)
-        for entry in ENTRIES:
-            check(backend, entry, logits)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -212,25 +204,14 @@ def test_short_rows_side_by_side(cpu, dtype):
             assert torch.equal(bits(cpu(entry, logits.expand(2, 3, *logits.shape))[1, 2]), together)
 
 
-def test_instruction_sets_agree(cpu):
-    from fused_topk.backends import cpu as backend
-    from fused_topk.problem import FullRowProblem
-
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_instruction_sets_agree(cpu, name):
     # 16, 17, 256: rows of one vector of AVX-512, of more, and the last that is solved beside others.
     for dtype, vocab_size in itertools.product(DTYPES.values(), (1, 7, 16, 17, 250, 256, 257, 4999)):
         logits = torch.stack(list(adversarial_rows(vocab_size, 1, dtype).values()))
         for values in ENTRIES:
-            for name in backend.native.instruction_sets():
-
-                def run(entry, logits, values=values, name=name):
-                    is_sum = values == "logsumexp"
-                    out = torch.empty(
-                        logits.shape[:-1] if is_sum else logits.shape, dtype=torch.float32 if is_sum else logits.dtype
-                    )
-                    start_full_rows(backend, FullRowProblem(LogitRows(logits), values), out, instruction_set=name)
-                    return out
-
-                check(run, values, logits)
+            of_result = torch.float32 if values == "logsumexp" else dtype
+            check(lambda entry, x, of=of_result: full_rows(entry, x, of, name), values, logits)
 
 
 # ---- Gradients, torch.library, graphs ----

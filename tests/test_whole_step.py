@@ -2,12 +2,13 @@
 """Whole-step generate() against stock: sequences, scores and beams of greedy and beam search."""
 
 import copy
+import functools
 
 import pytest
 import torch
 
-from decoding import also, assert_whole, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
-from whole_steps import OTHER_LAYERS, SERVED, family, swaps, whole
+from decoding import also, assert_whole, generate_both, inputs_for, one_thread  # noqa: F401
+from whole_steps import OTHER_LAYERS, SERVED, assert_whole_of_seeds, family, whole
 
 # Each way that attention, positions and experts are computed.
 _QUICK = [
@@ -18,18 +19,8 @@ _QUICK = [
 @pytest.mark.parametrize("num_beams", [1, 3, *also(8)])
 @pytest.mark.parametrize("name", [*_QUICK, *also(*(name for name in SERVED if name not in _QUICK))])
 def test_families(name, num_beams):
-    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 14}
-    crossed = compared = 0
-    for seed in range(6):
-        model = family(name, seed)
-        inputs = inputs_for(model, batch=3, padding=3)
-        # Of two candidates a rounding apart stock takes one in float32 and the other in float64.
-        if compared < 2 and stock_gap(model, inputs, **options) > 2e-5:
-            result = assert_whole(model, inputs, **options)
-            compared += 1
-            crossed += 0 if num_beams == 1 else swaps(result, num_beams)
-    assert compared == 2
-    assert num_beams == 1 or crossed >= 20
+    of_seed = functools.partial(family, name)
+    assert_whole_of_seeds(of_seed, lambda model: inputs_for(model, batch=3, padding=3), num_beams)
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])

@@ -45,19 +45,14 @@ def test_compiled_steps_give_the_stock_sequences(name, num_beams):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_beams", [3, 1])
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma2", "Mistral", "Gemma3", "Qwen3", "Phi"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "GPT2", "Gemma2", "Mistral", "Gemma3", "Qwen3", "Phi", *sorted({"Gemma3n"} & {*OTHER_LAYERS})]
+)
 def test_traced_steps_give_the_stock_sequences(name, num_beams, traced):
     model = family(name, seed=1)
     for length, room in ((6, 12), (9, 16), (1, 1)):
         inputs = inputs_for(model, 3, length, padding=min(2, length - 1))
         assert_compiled(model, inputs, num_beams=num_beams, num_return_sequences=num_beams, max_new_tokens=room)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif("Gemma3n" not in OTHER_LAYERS, reason="this version of transformers is not served")
-def test_layers_that_read_the_keys_of_others(traced):
-    model = family("Gemma3n")
-    assert_compiled(model, inputs_for(model), max_new_tokens=4)
 
 
 def test_calls_that_compile_nothing(model, traced, caplog):

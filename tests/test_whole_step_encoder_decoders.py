@@ -4,6 +4,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -11,28 +12,16 @@ import transformers
 from transformers.generation import logits_process as stock
 from transformers.modeling_outputs import BaseModelOutput
 
-from decoding import also, assert_whole, generate_both, inputs_for, one_thread, stats, stock_gap, tiny  # noqa: F401
+from decoding import also, assert_whole, generate_both, inputs_for, one_thread, stats, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
-from whole_steps import SERVED_WITH_SOURCE, assert_declined, encoder_decoder, source_for, swaps, whole
+from whole_steps import SERVED_WITH_SOURCE, assert_declined, assert_whole_of_seeds, encoder_decoder, source_for, whole
 
 
 @pytest.mark.parametrize("num_beams", [1, 3, *also(8)])
 @pytest.mark.parametrize("name", SERVED_WITH_SOURCE)
 def test_families(name, num_beams):
     # Whisper's processors change scores, and beams give no scores of their texts without those of the steps.
-    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 14, "output_scores": False}
-    crossed = compared = 0
-    for seed in range(8):
-        model = encoder_decoder(name, seed)
-        inputs = source_for(model)
-        # Of two candidates a rounding apart stock takes one in float32 and the other in float64.
-        is_enough = compared >= 2 and (num_beams == 1 or crossed >= 20)
-        if not is_enough and stock_gap(model, inputs, **options) > 2e-5:
-            result = assert_whole(model, inputs, **options)
-            compared += 1
-            crossed += 0 if num_beams == 1 else swaps(result, num_beams)
-    assert compared >= 2
-    assert num_beams == 1 or crossed >= 20
+    assert_whole_of_seeds(functools.partial(encoder_decoder, name), source_for, num_beams, output_scores=False)
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])

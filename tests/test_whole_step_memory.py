@@ -2,28 +2,18 @@
 """The default holds no more beyond the weights than stock generate() of the same call: bytes of torch's allocator, at the peak."""
 
 import functools
-import itertools
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, MaxLengthCriteria, StoppingCriteriaList
 
 from decoding import also, one_thread, stats, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
+from live_bytes import live_bytes
 from whole_steps import encoder_decoder, source_for
 
 # Of numbers and tables of integers, of which a step has a few.
 FEW_BYTES = 4096
-
-
-def peak_bytes(run) -> int:
-    """The most that the call holds at a time of what it allocates."""
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 @functools.cache
@@ -62,10 +52,13 @@ def peaks(model, inputs, written, ends=None, most=64, **options):
         # Its first call tries the model.
         model.generate(**inputs, **options)
         stats(reset=True)
-        given = peak_bytes(lambda: model.generate(**inputs, **options))
+        with live_bytes() as given:
+            model.generate(**inputs, **options)
     steps = stats(reset=True)
     assert steps.whole == written and not steps.reasons
-    return peak_bytes(lambda: model.generate(**inputs, **options)), given
+    with live_bytes() as stock:
+        model.generate(**inputs, **options)
+    return stock.most, given.most
 
 
 def peaks_of_llama(vocab_size, batch, beams, prompt, written, most=64):

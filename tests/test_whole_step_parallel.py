@@ -2,7 +2,6 @@
 """generate() of tensor-parallel models over 2 and 4 processes. whole_parallel_checks.py has what each process checks."""
 
 import functools
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -19,15 +18,9 @@ pytest.importorskip("accelerate", reason="transformers loads tensor-parallel mod
 
 import whole_parallel_checks
 
-OF_WHOLE_HEADS, DIES = "heads_that_are_whole", "a_process_dies"
-CHECKS = [
-    name
-    for name, check in vars(whole_parallel_checks).items()
-    if inspect.isfunction(check)
-    # The first is of earlier versions alone, and the other has processes of its own.
-    and name not in (OF_WHOLE_HEADS, DIES)
-    and list(inspect.signature(check).parameters) == ["rank", "size"]
-]
+# Of earlier versions alone.
+OF_WHOLE_HEADS = "heads_that_are_whole"
+CHECKS = processes.checks_of(whole_parallel_checks, OF_WHOLE_HEADS, "a_process_dies")
 # The processes of the plain tier run these alone.
 QUICK = ["sampling", "what_is_exchanged", "a_process_that_differs"]
 # What may depend on how many processes there are.
@@ -68,8 +61,7 @@ def test_all_processes_try_a_capture_again_or_none(monkeypatch):
 @are_served
 @pytest.mark.exhaustive
 def test_a_process_that_dies():
-    survivor, dead = processes.run("whole_parallel_checks", [DIES], 2)
-    assert dead == {} and survivor == {DIES: None}, survivor
+    processes.assert_survivors("whole_parallel_checks", 2)
 
 
 @are_served

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import functools
 import gc
-import pickle
 import threading
 import types
 import weakref
@@ -18,8 +17,8 @@ from transformers.models.llama import modeling_llama as llama
 
 from captured import graphs_of
 from decoding import assert_whole, generate_both, inputs_for, one_thread  # noqa: F401
-from fused_topk.generation import disable, fused_decoding
-from fused_topk.generation.whole_step import attribute, entry
+from fused_topk.generation import fused_decoding
+from fused_topk.generation.whole_step import entry
 from fused_topk.generation.whole_step.twin import Snapshot
 from whole_steps import assert_declined, family, own_model, traced_only, whole  # noqa: F401
 
@@ -177,20 +176,6 @@ def test_a_model_goes_at_once(refers_to_itself):
         assert weight() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_copies_have_nothing_that_is_kept(copied, is_enabled, model):
-    with whole(model):
-        model.generate(**inputs_for(model), **BEAMS)
-        other = copied(model) if is_enabled else None
-    other = copied(model) if other is None else other
-    assert entry._ready.get(model) is not None and entry._ready.get(other) is None
-    assert_whole(other, inputs_for(other), **BEAMS)
-    assert entry._ready.get(other) is not None
-    disable(model)
-    assert attribute.KEPT not in vars(model)
 
 
 @pytest.mark.parametrize("made", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(2, 1, 32))])

@@ -19,7 +19,7 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/torch-versions.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 below=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-chosen=("$tests"/test_{arguments,autograd,beam,determinism,lengths,linear,linear_gradients,masks,merge,operators,out,private_names,reference,routers,sampling,softmax,temperature,token_trie,tokens}.py)
+chosen=("$tests"/test_{arguments,autograd,beam,determinism,lengths,linear,masks,merge,operators,out,private_names,reference,routers,sampling,softmax,temperature,token_trie,tokens}.py)
 
 for version in "${versions[@]}"; do
   printf '\n== torch %s\n' "$version"

@@ -9,7 +9,18 @@ import pytest
 import torch
 import transformers
 
-from decoding import PAD, SHAPE_OF_BOTH, SOUND, TOKENS, VERSION, assert_same, generate_both, with_biases
+from decoding import (
+    PAD,
+    SHAPE_OF_BOTH,
+    SOUND,
+    TOKENS,
+    VERSION,
+    assert_same,
+    assert_whole,
+    generate_both,
+    stock_gap,
+    with_biases,
+)
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import compiled
 
@@ -182,6 +193,23 @@ def assert_declined(model, reason, inputs=None, **options):
         assert torch.equal(stock, given)
     assert steps.whole == 0
     assert steps.reasons == {reason: 1}
+
+
+def assert_whole_of_seeds(made, inputs_of, num_beams, **options) -> None:
+    """assert_whole() of the models of two seeds, or of more until beams have crossed often enough."""
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 14, **options}
+    crossed = compared = 0
+    for seed in range(8):
+        model = made(seed)
+        inputs = inputs_of(model)
+        # Of two candidates a rounding apart stock takes one in float32 and the other in float64.
+        is_enough = compared >= 2 and (num_beams == 1 or crossed >= 20)
+        if not is_enough and stock_gap(model, inputs, **options) > 2e-5:
+            result = assert_whole(model, inputs, **options)
+            compared += 1
+            crossed += 0 if num_beams == 1 else swaps(result, num_beams)
+    assert compared >= 2
+    assert num_beams == 1 or crossed >= 20
 
 
 def swaps(result, beams: int) -> int:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where threads wait for each other: the warp's collectives, the block's barriers, the cluster's.
+// Where threads wait for each other: the warp's collectives, the block's barrier.
 #include <cstdio>
 #include <cstring>
 
@@ -45,7 +45,7 @@ u64 meet(const char* name, u32 mask, u64 value, u32 source_lane, const void* cod
   }
   if (!is_last) {
     warp.meeting |= own;
-    machine.wait(name, mask, true, code);
+    machine.wait(name, mask, code);
     return self.result;
   }
   ++machine.counts.warp_collectives;
@@ -102,8 +102,6 @@ u32 reduce(const char* name, u32 mask, u32 value, Reduction reduction) {
       switch (reduction) {
         case Reduction::kAdd:
           return a + b;
-        case Reduction::kMin:
-          return a < b ? a : b;
         case Reduction::kMax:
           return a < b ? b : a;
         case Reduction::kSignedMax:
@@ -118,39 +116,19 @@ u32 reduce(const char* name, u32 mask, u32 value, Reduction reduction) {
   }));
 }
 
-u32 match_any(u32 mask, u64 value) {
-  return u32(meet("__match_any_sync", mask, value, 0, __builtin_return_address(0), [mask](Warp& warp) {
-    for_each_lane(warp, mask, [&](Thread& lane) {
-      lane.result = 0;
-      for_each_lane(warp, mask,
-                    [&](Thread& other) { lane.result |= u64(lane.brought == other.brought) << other.lane; });
-    });
-  }));
-}
-
-u32 block_barrier(const char* name, u32 id, u32 threads, bool claim, bool waits) {
+u32 block_barrier(const char* name, bool claim) {
   const void* code = __builtin_return_address(0);
   machine.step(code);
   Thread& self = *current;
-  const u32 all = machine.launch().threads;
-  const u32 expected = threads ? threads : all;
-  if (id >= kMaxBarriers || expected > all || (threads && threads % kWarpSize))
-    fail(" calls " + std::string(name) + " with barrier " + std::to_string(id) + " and " + std::to_string(threads) +
-             " threads: there are 16 barriers, and whole warps of the block's " + std::to_string(all) + " threads",
-         code);
-  Barrier& barrier = self.block->barriers[id];
-  if (barrier.arrived && (std::strcmp(barrier.name, name) != 0 || barrier.expected != expected))
-    fail(" calls " + std::string(name) + " for " + std::to_string(expected) + " threads with barrier " +
-             std::to_string(id) + ", at which others have called " + barrier.name + " for " +
-             std::to_string(barrier.expected),
-         code);
+  Barrier& barrier = self.block->barrier;
+  if (barrier.arrived && std::strcmp(barrier.name, name) != 0)
+    fail(" calls " + std::string(name) + ", where others have called " + barrier.name, code);
   barrier.name = name;
-  barrier.expected = expected;
   barrier.claims += claim;
   if (machine.launch().tracks_memory) barrier.gathering.tell(self);
-  if (waits) barrier.waiting.push_back(&self);
-  if (++barrier.arrived < expected) {
-    if (waits) machine.wait(name, id, false, code);
+  barrier.waiting.push_back(&self);
+  if (++barrier.arrived < machine.launch().threads) {
+    machine.wait(name, 0, code);
     return u32(self.result);
   }
   ++machine.counts.block_barriers;
@@ -163,41 +141,6 @@ u32 block_barrier(const char* name, u32 id, u32 threads, bool claim, bool waits)
   barrier.arrived = barrier.claims = 0;
   barrier.gathering = Gathering();
   return u32(self.result);
-}
-
-void cluster_arrive() {
-  const void* code = __builtin_return_address(0);
-  machine.step(code);
-  Thread& self = *current;
-  Cluster& cluster = *self.block->cluster;
-  if (self.cluster_phase > cluster.phase) fail(" arrives twice at the cluster's barrier", code);
-  self.cluster_phase = cluster.phase + 1;
-  if (machine.launch().tracks_memory) cluster.gathering.tell(self);
-  ++cluster.arrived;
-  cluster.complete();
-}
-
-void cluster_wait() {
-  const void* code = __builtin_return_address(0);
-  machine.step(code);
-  Thread& self = *current;
-  Cluster& cluster = *self.block->cluster;
-  if (self.cluster_phase == 0) fail(" waits at the cluster's barrier before it arrives", code);
-  if (self.cluster_phase > cluster.phase) {
-    cluster.waiting.push_back(&self);
-    machine.wait("the cluster's barrier", 0, false, code);
-  }
-  if (machine.launch().tracks_memory) cluster.last_gathering.listen(self);
-}
-
-void Cluster::complete() {
-  if (arrived == 0 || arrived < alive) return;
-  ++phase;
-  arrived = 0;
-  last_gathering = gathering;
-  gathering = Gathering();
-  for (Thread* thread : waiting) machine.wake(*thread);
-  waiting.clear();
 }
 
 }  // namespace simt

@@ -93,18 +93,10 @@ __forceinline__ float __fmul_rn(float a, float b) { return a * b; }
 __forceinline__ float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
 // Collectives of a block.
-__forceinline__ void __syncthreads() { simt::block_barrier("__syncthreads", 0, 0, false, true); }
-__forceinline__ int __syncthreads_or(int claim) {
-  return simt::block_barrier("__syncthreads_or", 0, 0, claim != 0, true) != 0;
-}
-__forceinline__ int __syncthreads_and(int claim) {
-  return simt::block_barrier("__syncthreads_and", 0, 0, claim == 0, true) == 0;
-}
-__forceinline__ int __syncthreads_count(int claim) {
-  return simt::block_barrier("__syncthreads_count", 0, 0, claim != 0, true);
-}
+__forceinline__ void __syncthreads() { simt::block_barrier("__syncthreads", false); }
+__forceinline__ int __syncthreads_or(int claim) { return simt::block_barrier("__syncthreads_or", claim != 0) != 0; }
 
-// Collectives of a warp. Like the hardware's, a shuffle, a vote, a match or a reduction orders no memory access.
+// Collectives of a warp. Like the hardware's, a shuffle, a vote or a reduction orders no memory access.
 __forceinline__ void __syncwarp(unsigned mask = ~0u) { simt::sync_warp(mask); }
 template <class T>
 __forceinline__ T simt_shuffle(const char* name, unsigned mask, T value, unsigned source) {
@@ -146,18 +138,12 @@ __forceinline__ T __shfl_down_sync(unsigned mask, T value, unsigned step, int wi
 __forceinline__ unsigned __ballot_sync(unsigned mask, int claim) { return simt::ballot("__ballot_sync", mask, claim); }
 __forceinline__ int __any_sync(unsigned mask, int claim) { return simt::ballot("__any_sync", mask, claim) != 0; }
 __forceinline__ int __all_sync(unsigned mask, int claim) { return simt::ballot("__all_sync", mask, claim) == mask; }
-template <class T>
-__forceinline__ unsigned __match_any_sync(unsigned mask, T value) {
-  using Bits = std::conditional_t<sizeof(T) == 4, unsigned, unsigned long long>;
-  return simt::match_any(mask, simt_bits<Bits>(value));
-}
 #if __CUDA_ARCH__ >= 800
 #define SIMT_REDUCE(name, reduction)                                                         \
   __forceinline__ unsigned __reduce_##name##_sync(unsigned mask, unsigned value) {           \
     return simt::reduce("__reduce_" #name "_sync", mask, value, simt::Reduction::reduction); \
   }
 SIMT_REDUCE(add, kAdd)
-SIMT_REDUCE(min, kMin)
 SIMT_REDUCE(max, kMax)
 #undef SIMT_REDUCE
 __forceinline__ int __reduce_max_sync(unsigned mask, int value) {
@@ -205,25 +191,11 @@ __forceinline__ size_t __cvta_generic_to_shared(const void* pointer) { return si
     return simt_##name<T>(word, T(value));                                 \
   }
 SIMT_ATOMIC(atomicAdd, old + value)
-SIMT_ATOMIC(atomicSub, old - value)
 SIMT_ATOMIC(atomicExch, value)
-SIMT_ATOMIC(atomicMin, old < value ? old : value)
 SIMT_ATOMIC(atomicMax, old < value ? value : old)
 SIMT_ATOMIC(atomicOr, old | value)
-SIMT_ATOMIC(atomicXor, old ^ value)
 SIMT_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 #undef SIMT_ATOMIC
-template <class T>
-__attribute__((no_sanitize("thread"))) T simt_atomicCAS(T* word, T expected, T value) {
-  const T old = *word;
-  if (old == expected) *word = value;
-  return old;
-}
-template <class T, class U, class V>
-__forceinline__ T atomicCAS(T* word, U expected, V value) {
-  simt::before_atomic(word, sizeof(T), simt::Atomic::kExchange);
-  return simt_atomicCAS<T>(word, T(expected), T(value));
-}
 
 // How a launch calls a kernel: one pointer for each parameter, as cudaLaunchKernel has it.
 template <class... T, size_t... I>

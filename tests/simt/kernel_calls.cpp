@@ -28,12 +28,6 @@ Index thread_index() { return current->index; }
 Index block_index() { return current->block->index; }
 Index block_size() { return {machine.launch().threads, 1, 1}; }
 Index grid_size() { return machine.launch().grid; }
-u32 block_rank_in_cluster() { return current->block->rank; }
-
-void declare_cluster(u32 blocks, u32 along_y, u32 along_z) {
-  if (along_y * along_z != 1) trap("is declared with a cluster that is not one along x: the machine has no other");
-  machine.declare_cluster(blocks);
-}
 
 void* shared_variable(const void* tag, size_t size, size_t alignment, const char* name) {
   return machine.shared_variable(tag, size, alignment, name);
@@ -56,9 +50,6 @@ void copy_unseen(void* to, const void* from, size_t size) { std::memcpy(to, from
 
 u32 shared_address(const void* pointer) { return u32(static_cast<const u8*>(pointer) - machine.shared_windows); }
 void* shared_pointer(u32 address) { return machine.shared_windows + address; }
-u32 shared_address_in_cluster(u32 address, u32 rank) {
-  return address + (rank - current->block->rank) * u32(kSharedWindow);
-}
 
 void copy_later(void* to, const void* from, size_t size, size_t read) {
   const void* code = __builtin_return_address(0);

@@ -60,26 +60,8 @@ const u8* image_of(const void* address) {
 
 void Machine::run(const Launch& launch) {
   launch_ = launch;
-  blocks_in_cluster_ = 1;
-  do {
-    run_once();
-  } while (begins_anew_);
-}
-
-void Machine::declare_cluster(u32 blocks) {
-  if (blocks == blocks_in_cluster_) return;
-  blocks_in_cluster_ = blocks;
-  begins_anew_ = true;
-  is_stopped_ = true;
-  switch_context(nullptr);
-}
-
-void Machine::run_once() {
-  const Launch& launch = launch_;
-  begins_anew_ = false;
   const u32 num_blocks = launch.grid.x * launch.grid.y * launch.grid.z;
-  // Whole clusters.
-  const u32 slots = (launch.max_blocks + blocks_in_cluster_ - 1) / blocks_in_cluster_ * blocks_in_cluster_;
+  const u32 slots = launch.max_blocks;
   reports_.clear();
   reported_.clear();
   variables_.clear();
@@ -97,7 +79,6 @@ void Machine::run_once() {
   reserve(shared_windows, shared_size, slots, kSharedWindow, 0);
   threads = std::vector<Thread>(num_threads);
   blocks_ = std::vector<Block>(slots);
-  clusters_ = std::vector<Cluster>(slots / blocks_in_cluster_);
   lives_.assign(slots, {});
   Clock::set_threads(num_threads);
   for (u32 i = 0; i < num_threads; ++i) {
@@ -107,7 +88,7 @@ void Machine::run_once() {
   for (u32 slot = 0; slot < slots; ++slot) blocks_[slot].shared = shared_windows + slot * kSharedWindow;
 
   order_.clear();
-  for (u32 i = num_blocks / blocks_in_cluster_; i-- > 0;) order_.push_back(i);
+  for (u32 i = num_blocks; i-- > 0;) order_.push_back(i);
   if (launch.schedule == Schedule::kReverse) std::reverse(order_.begin(), order_.end());
   if (launch.schedule >= Schedule::kRandom)
     for (size_t i = order_.size(); i > 1; --i) std::swap(order_[i - 1], order_[random() % i]);
@@ -115,15 +96,9 @@ void Machine::run_once() {
   favourite_ = u32(random() % (is_favourite_a_block_ ? slots : (launch_.threads + kWarpSize - 1) / kWarpSize));
 
   while (!is_stopped_) {
-    for (u32 c = 0; c < clusters_.size(); ++c) {
-      const u32 first = c * blocks_in_cluster_;
-      bool is_free = true;
-      for (u32 rank = 0; rank < blocks_in_cluster_; ++rank) is_free &= blocks_[first + rank].alive == 0;
-      if (!is_free || order_.empty()) continue;
-      clusters_[c] = Cluster();
-      clusters_[c].alive = blocks_in_cluster_ * launch_.threads;
-      for (u32 rank = 0; rank < blocks_in_cluster_; ++rank)
-        start_block(first + rank, order_.back() * blocks_in_cluster_ + rank);
+    for (u32 slot = 0; slot < slots; ++slot) {
+      if (blocks_[slot].alive != 0 || order_.empty()) continue;
+      start_block(slot, order_.back());
       order_.pop_back();
     }
     Thread* next = pick();
@@ -144,12 +119,10 @@ void Machine::start_block(u32 slot, u32 number) {
   const Index grid = launch_.grid;
   block.slot = slot;
   block.index = {number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y};
-  block.rank = number % blocks_in_cluster_;
-  block.cluster = &clusters_[slot / blocks_in_cluster_];
   block.alive = launch_.threads;
   block.runnable_warps = 0;
   block.has_variable.clear();
-  for (Barrier& barrier : block.barriers) barrier = Barrier();
+  block.barrier = Barrier();
   poison(block.shared, kSharedWindow);
 
   Thread* first = &threads[slot * launch_.threads];
@@ -168,7 +141,6 @@ void Machine::start_block(u32 slot, u32 number) {
     thread.past = Past();
     thread.past.time = thread.past.born = born;
     thread.waits_at = nullptr;
-    thread.cluster_phase = 0;
     thread.copies.clear();
     warp.present |= 1u << thread.lane;
     warp.runnable = warp.present;
@@ -186,8 +158,6 @@ void Machine::run_thread() {
   self.warp->exited |= bit;
   set_runnable(self, false);
   idle_rounds_ = 0;
-  --block.cluster->alive;
-  block.cluster->complete();
   if (--block.alive == 0) memory.remove_within(block.shared, kSharedWindow);
   // A new block's threads may get this stack: so it starts from elsewhere.
   switch_context(block.alive == 0 ? nullptr : pick());
@@ -223,11 +193,10 @@ void Machine::rest(const void* code) {
   switch_away();
 }
 
-void Machine::wait(const char* at, u32 with, bool is_in_warp, const void* code) {
+void Machine::wait(const char* at, u32 with, const void* code) {
   Thread& self = *current;
   self.waits_at = at;
   self.waits_with = with;
-  self.waits_in_warp = is_in_warp;
   self.code = code;
   set_runnable(self, false);
   switch_away();
@@ -313,8 +282,7 @@ void* Machine::shared_variable(const void* tag, size_t size, size_t alignment, c
   if (!block.has_variable[known]) {
     block.has_variable[known] = true;
     unpoison(address, size);
-    const u32 in_cluster = blocks_in_cluster_ * launch_.threads;
-    memory.add(name, address, size, false, nullptr, current->id / in_cluster * in_cluster, in_cluster);
+    memory.add(name, address, size, false, nullptr, block.slot * launch_.threads, launch_.threads);
   }
   return address;
 }
@@ -344,8 +312,8 @@ void Machine::report_deadlock() {
       } else if (!thread.waits_at) {
         ++groups["poll" + place(thread.code)];
       } else {
-        char with[32];
-        std::snprintf(with, sizeof with, thread.waits_in_warp ? " of lanes %08x" : " %u", thread.waits_with);
+        char with[32] = "";
+        if (thread.waits_with) std::snprintf(with, sizeof with, " of lanes %08x", thread.waits_with);
         ++groups[std::string("wait at ") + thread.waits_at + with + place(thread.code)];
       }
     }

@@ -14,7 +14,6 @@
 namespace simt {
 
 constexpr u32 kMaxWarps = 32;
-constexpr u32 kMaxBarriers = 16;
 // Shared memory of a block: static variables grow from the start, dynamic memory lies in the upper half.
 constexpr size_t kSharedWindow = 1 << 19;
 constexpr size_t kDynamicShared = kSharedWindow / 2;
@@ -40,13 +39,11 @@ struct Thread {
 
   // The name of the collective or barrier that it waits at, null while it can run; `code`: where that is in the kernel.
   const char* waits_at;
-  u32 waits_with;  // a mask, or a barrier's number
-  bool waits_in_warp;
+  u32 waits_with;  // the mask of a collective of its warp; 0: the block's barrier
   const void* code;
   // What a lane brings to its warp's collective, and takes away.
   u64 brought, result;
   u32 source_lane;
-  u32 cluster_phase;  // the phase of the cluster's barrier that it has arrived in
   // Batches of cp.async copies that the thread has not waited for. The last batch is still open.
   std::vector<std::vector<Copy>> copies;
 };
@@ -59,31 +56,19 @@ struct Warp {
 
 struct Barrier {
   const char* name = nullptr;
-  u32 expected = 0, arrived = 0;
+  u32 arrived = 0;
   u32 claims = 0;
   std::vector<Thread*> waiting;
   Gathering gathering;
 };
 
-struct Cluster {
-  u32 alive = 0, arrived = 0;  // threads
-  u32 phase = 0;
-  std::vector<Thread*> waiting;
-  Gathering gathering, last_gathering;
-
-  // Called when all threads that have not exited have arrived.
-  void complete();
-};
-
 struct Block {
   u32 slot;
   Index index;
-  u32 rank;  // in its cluster
-  Cluster* cluster;
   u32 alive;  // threads
   u32 runnable_warps;
   Warp warps[kMaxWarps];
-  Barrier barriers[kMaxBarriers];
+  Barrier barrier;
   u8* shared;
   std::vector<bool> has_variable;
 };
@@ -118,8 +103,6 @@ struct Counts {
 class Machine {
  public:
   void run(const Launch& launch);
-  // The size of cluster that the kernel is declared with. If the launch has begun with another size, it begins anew.
-  void declare_cluster(u32 blocks);
 
   // Notes a fault, once for every place in the code. `stops`: the launch cannot go on, and this call does not return.
   void report(const std::string& kind, const std::string& text, const void* code, bool stops);
@@ -134,7 +117,7 @@ class Machine {
   void step(const void* code);
   void rest(const void* code);
   // `current` cannot go on until another wakes it.
-  void wait(const char* at, u32 with, bool is_in_warp, const void* code);
+  void wait(const char* at, u32 with, const void* code);
   void wake(Thread& thread);
   // The first function of every fiber.
   [[noreturn]] void run_thread();
@@ -155,7 +138,6 @@ class Machine {
     Index block;
   };
 
-  void run_once();
   void start_block(u32 slot, u32 number);
   void set_runnable(Thread& thread, bool is_runnable);
   Thread* pick();
@@ -165,11 +147,8 @@ class Machine {
   u64 random();
 
   Launch launch_ = {};
-  u32 blocks_in_cluster_ = 1;
-  bool begins_anew_ = false;
   std::vector<Block> blocks_;
-  std::vector<Cluster> clusters_;
-  std::vector<u32> order_;  // of the clusters that have not started, last one first
+  std::vector<u32> order_;  // of the blocks that have not started, last one first
   std::vector<Thread*> resting_;
   std::vector<Variable> variables_;
   std::vector<std::vector<Life>> lives_;  // of each slot

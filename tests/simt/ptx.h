@@ -215,20 +215,6 @@ inline void store_between_blocks(u32* word, u32 value, bool releases) {
 }
 inline void st_relaxed_gpu_global_u32(u32* word, u32 value) { store_between_blocks(word, value, false); }
 inline void st_release_gpu_global_u32(u32* word, u32 value) { store_between_blocks(word, value, true); }
-inline void st_shared__cluster_u32(u32 address, u32 value) {
-  __stcg(static_cast<u32*>(simt::shared_pointer(address)), value);
-}
-inline void mapa_shared__cluster_u32(u32& mapped, u32 address, u32 rank) {
-  mapped = simt::shared_address_in_cluster(address, rank);
-}
-
-// Barriers of some warps of a block, and of a cluster.
-inline void bar_sync(u32 id, u32 threads) { simt::block_barrier("bar.sync", id, threads, false, true); }
-inline void bar_arrive(u32 id, u32 threads) { simt::block_barrier("bar.sync", id, threads, false, false); }
-inline void barrier_cluster_arrive_release_aligned() { simt::cluster_arrive(); }
-inline void barrier_cluster_wait_acquire_aligned() { simt::cluster_wait(); }
-inline void mov_u32(u32& to, u32 from) { to = from; }
-inline u32 special_cluster_ctarank() { return simt::block_rank_in_cluster(); }
 
 // What stays in which cache changes no result.
 inline void createpolicy_fractional_L2__evict_first_b64(u64& policy) { policy = 1; }

@@ -23,10 +23,6 @@ __attribute__((const)) Index thread_index();
 __attribute__((const)) Index block_index();
 __attribute__((const)) Index block_size();
 __attribute__((const)) Index grid_size();
-__attribute__((const)) u32 block_rank_in_cluster();
-
-// The first thing that a kernel with __cluster_dims__ calls.
-void declare_cluster(u32 blocks, u32 along_y = 1, u32 along_z = 1);
 
 // Storage of the thread's block for one `__shared__` declaration, known by the address of its `tag`.
 __attribute__((const)) void* shared_variable(const void* tag, size_t size, size_t alignment, const char* name);
@@ -34,23 +30,16 @@ __attribute__((const)) void* dynamic_shared(size_t alignment);
 // The 32-bit address that PTX knows shared memory by, and back. A rank's own addresses name its own block.
 u32 shared_address(const void* pointer);
 void* shared_pointer(u32 address);
-// The address of the same place in another block of the cluster.
-u32 shared_address_in_cluster(u32 address, u32 rank);
 
 // The warp's collectives: each of the lanes in `mask` calls the same one with the same mask. `name` is for reports.
-enum class Reduction { kAdd, kMin, kMax, kSignedMax };
+enum class Reduction { kAdd, kMax, kSignedMax };
 void sync_warp(u32 mask);
 u64 shuffle(const char* name, u32 mask, u64 value, u32 source_lane);
 u32 ballot(const char* name, u32 mask, bool claim);
 u32 reduce(const char* name, u32 mask, u32 value, Reduction reduction);
-u32 match_any(u32 mask, u64 value);
 
-// A block's barriers. `threads` arrive at barrier `id` (0: all of the block); the result is how many claim, and it is for
-// those that wait.
-u32 block_barrier(const char* name, u32 id, u32 threads, bool claim, bool waits);
-// The cluster's barrier: every thread of it that has not exited arrives, then waits.
-void cluster_arrive();
-void cluster_wait();
+// The block's barrier: the result is how many of its threads claim.
+u32 block_barrier(const char* name, bool claim);
 
 // A load or store with a cache operator. The compiler does not instrument it, so it is checked here.
 enum class Cache { kAny, kReadOnly };

@@ -2,7 +2,6 @@
 """CUDA source to C++, for what macros and functions (cuda.h, ptx.h) cannot say. Lines stay where they are.
 
 - A `__shared__` declaration becomes a reference to (or, if it is `extern`, a pointer to) the storage of the thread's block.
-- What a kernel's `__cluster_dims__` says becomes the first statement of its body.
 - The instructions of an `asm` statement become calls of functions of ptx.h. An empty statement stays.
 """
 
@@ -12,7 +11,6 @@ _SHARED = re.compile(
     r"(?P<extern>\bextern\s+)?\b(?:static\s+)?__shared__\s+(?:__align__\((?P<align>\d+)\)\s*)?"
     r"(?P<type>[^;=]+?)\s*\b(?P<name>\w+)\s*(?P<extents>(?:\[[^\]]*\]\s*)*);"
 )
-_CLUSTER = re.compile(r"__cluster_dims__\((?P<blocks>[^()]*)\)(?P<rest>[^{;]*)\{")
 _ASM = re.compile(r"\basm\b\s*(?:volatile\b\s*)?(?=\()")
 _OPERAND = re.compile(r'"[^"]*"\s*(?=\()')
 _DECLARATION = re.compile(r"\.reg\s+\.(\w+)\s+(.+)")
@@ -22,7 +20,7 @@ _REGISTERS = {"u32": "unsigned"}
 
 def translate(source: str) -> str:
     """The source, made into C++."""
-    return _translate_asm(_SHARED.sub(_shared, _CLUSTER.sub(r"\g<rest>{ simt::declare_cluster(\g<blocks>);", source)))
+    return _translate_asm(_SHARED.sub(_shared, source))
 
 
 def _shared(match: re.Match[str]) -> str:
@@ -62,8 +60,6 @@ def _statement(body: str) -> str:
 
     def operand(text: str) -> str:
         text = text.strip()
-        if text.startswith("%%"):
-            return f"simt::ptx::special_{text[2:].replace('.', '_')}()"
         # An address in brackets, or a vector in braces, is its parts.
         inner = re.sub(r"^[\[{](.*)[\]}]$", r"\1", text, flags=re.DOTALL)
         if inner != text and "," in inner:
