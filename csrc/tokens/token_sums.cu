@@ -85,9 +85,12 @@ __device__ __forceinline__ u32 given_among(const i64* tokens, u32 num_tokens, i6
   return bits[lane_id()];
 }
 
-// Grid: (rows); at most kMostThreads a block. The limit of 20 resident warps leaves a thread 96 registers.
+// How many blocks of kMostThreads must fit on a multiprocessor. So a thread has 64 registers, which elsewhere are too few.
+constexpr u32 kBlocks = __CUDA_ARCH__ >= 860 && __CUDA_ARCH__ <= 900 ? 3 : 2;
+
+// Grid: (rows); at most kMostThreads a block.
 template <class FORMAT>
-__global__ void __launch_bounds__(kMostThreads, 2)
+__global__ void __launch_bounds__(kMostThreads, kBlocks)
     token_sums_kernel(const __grid_constant__ Problem problem, const __grid_constant__ RowSums wanted) {
   using Reader = PartReader<FORMAT>;
   using Bits = typename FORMAT::Bits;
