@@ -26,17 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import functional
 from ..tensor_parallel.group import all_say
 from . import graphs, layers
-from .beams import choose
 from .compiled import Codes, OneGraph
 from .decoder import Decoder
-from .head import Head
+from .head import Head, choose
 from .reasons import raise_if_from_a_signal, said_by
 from .row_form import decoder_of
 from .shape import Shape
-from .texts import Texts, choose_tokens
+from .texts import Texts
 
 logger = logging.getLogger("fused_topk.generation")
 
@@ -282,29 +280,11 @@ def _advance(
     last: Tensor,
     shown: Tensor,
 ) -> None:
-    before, are_last = step - 1, step >= last
-    after: Any
-    if isinstance(state, Texts):
-        args = state.tokens.index_select(1, before), None, before, shown.shape[0]
-        if head is None:
-            chosen = functional.topk(decoder.read(*args), 1, mask=mask).indices.squeeze(1)
-        else:
-            chosen = head.greatest(decoder.read_by(head.headless, *args), mask)
-        after = choose_tokens(state, constants, chosen, step, are_last)
-    else:
-        tokens = state.running.tokens.index_select(2, before).squeeze(2)
-        args = tokens, state.running.parents, before, shown.shape[0]
-        beams, kept = tokens.shape[1], constants.is_best.shape[0]
-        if head is None:
-            logits = decoder.read(*args)
-            vocab_size = logits.shape[-1]
-            of_beams = logits.view(-1, beams, vocab_size)
-            scores, indices, _ = functional.beam_topk(of_beams, state.running.scores, kept, mask=mask, normalize="all")
-        else:
-            vocab_size, states = head.vocab_size, decoder.read_by(head.headless, *args)
-            mask = None if mask is None else mask.flatten(0, 1)
-            scores, indices = head.continuations(states, state.running.scores, kept, mask)
-        after = choose(state, constants, scores, indices, vocab_size, step, are_last)
+    before, texts = step - 1, state if isinstance(state, Texts) else state.running
+    tokens, parents = texts.tokens.index_select(-1, before).squeeze(-1), getattr(texts, "parents", None)
+    twin = decoder.for_steps if head is None else head.headless
+    read = decoder.read_by(twin, tokens, parents, before, shown.shape[0])
+    after = choose(head, state, constants, read, mask, step, step >= last)
     step.add_(state.goes_on)
     _write(state, unless_over(state, after))
 
