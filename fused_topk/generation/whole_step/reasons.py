@@ -69,13 +69,13 @@ _OF_OTHER_MODES = (
     "force_words_ids",
     "num_beam_groups",
 )
-# The four modes.
-_MODES = (
-    GenerationMode.GREEDY_SEARCH,
-    GenerationMode.SAMPLE,
-    GenerationMode.BEAM_SEARCH,
-    GenerationMode.BEAM_SAMPLE,
-)
+# The four modes, and the method by which transformers runs each.
+_LOOPS = {
+    GenerationMode.GREEDY_SEARCH: "_sample",
+    GenerationMode.SAMPLE: "_sample",
+    GenerationMode.BEAM_SEARCH: "_beam_search",
+    GenerationMode.BEAM_SAMPLE: "_beam_search",
+}
 # The inputs that a loop may hand to a decoder alone, and to an encoder-decoder.
 _INPUTS = {
     "attention_mask",
@@ -380,17 +380,13 @@ def _rotary_kinds(parameters: Any) -> set[str]:
 
 def loop_of(config: GenerationConfig) -> str | None:
     """The name of the method by which transformers runs a call with this configuration; None for other modes than the four."""
-    mode: GenerationMode = config.get_generation_mode()
-    if mode not in _MODES:
-        return None
-    return "_beam_search" if mode in _MODES[2:] else "_sample"
+    return _LOOPS.get(config.get_generation_mode())
 
 
 def of_config(config: GenerationConfig) -> str | None:
     """Why a call with this configuration, as a loop gets it, is not served; None if it is."""
-    mode: GenerationMode = config.get_generation_mode()
-    if mode not in _MODES:
-        return f"generation mode {mode.value}"
+    if loop_of(config) is None:
+        return f"generation mode {config.get_generation_mode().value}"
     for name in ("cache_implementation", "prefill_chunk_size", "stop_strings"):
         if getattr(config, name, None) is not None:
             return name
