@@ -240,8 +240,8 @@ class Decoder:
         if not self._of_source or not self._is_kept:
             needs_mask = source.is_text is not None and (self._is_kept or is_masked)
             hidden = source.hidden.new_zeros(1, 1, 1).expand(*self._source.shape, dim)
-            self._of_source = _source_inputs(hidden, self._source if needs_mask else None)
-        return _source_inputs(source.hidden, self._source[:, :length] if is_masked else None)
+            self._of_source = source_inputs(hidden, self._source if needs_mask else None)
+        return source_inputs(source.hidden, self._source[:, :length] if is_masked else None)
 
     def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The last logits [batch * beams, V].
@@ -340,7 +340,8 @@ class Decoder:
         return logits
 
 
-def _source_inputs(hidden: Tensor, is_text: Tensor | None) -> dict[str, Any]:
+def source_inputs(hidden: Tensor, is_text: Tensor | None) -> dict[str, Any]:
+    """The arguments for an encoder's output."""
     # The class with the most attributes: models with experts read some that other classes do not have.
     inputs: dict[str, Any] = {"encoder_outputs": MoEModelOutput(last_hidden_state=hidden)}
     return inputs if is_text is None else {**inputs, "attention_mask": is_text}

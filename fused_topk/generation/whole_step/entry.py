@@ -18,7 +18,7 @@ from ..tensor_parallel import local_forms
 from . import attention, attribute, given_cache, graphs, norms, parallel, prompts, reasons, traces, trial
 from .beams import Rules
 from .cache import state_layers
-from .choosing import TopKRecord
+from .choosing import Choices, TopKRecord
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
 from .facts import has_table, num_positions, vocab_size_of
@@ -114,7 +114,8 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
             return _not_ready(reason, snapshot)
     is_taken = False
     try:
-        twin = _twin_of(model, attention.name_for(text_config(model.config)._attn_implementation))
+        own = text_config(model.config)._attn_implementation
+        twin = _twin_of(model, attention.PLAIN if own == "sdpa" else attention.CAPPED)
         norms.take(twin)
         watching.watch(twin)
         is_taken = decoder_of(twin) is Decoder
@@ -200,8 +201,7 @@ class Loop:
         together = parallel.Together.of(model, functools.partial(drop, model))
         given = (model, input_ids, logits_processor, stopping_criteria, generation_config)
         try:
-            search = self._made_search(*given, inputs, together)
-            return search.run()
+            return self._made_search(given, inputs, together).run()
         except Declined as declined:
             reason = str(declined)
         if self.topk is not None:
@@ -219,20 +219,10 @@ class Loop:
         return result
 
     def _made_search(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        inputs: dict[str, Any],
-        together: parallel.Together | None,
+        self, given: tuple[Any, ...], inputs: dict[str, Any], together: parallel.Together | None
     ) -> Search:
-        """The call, ready to run.
-
-        Raises:
-            Declined: it is not served.
-        """
+        """The call, ready to run. Raises Declined where it is not served. Args: given: the other arguments of :meth:`__call__`."""
+        model, input_ids, logits_processor, stopping_criteria, generation_config = given
         # The model's generate() may have called that of a part.
         ready = self.ready if model is self.model else checked(model)
         decline_for(reasons.of_config(generation_config) or reasons.of_inputs(inputs, model.config.is_encoder_decoder))
@@ -266,21 +256,8 @@ class Loop:
         cache = self._cache(model, input_ids, generation_config, inputs)
         group = None if together is None else together.group
         padding = _padding(ready.twin, input_ids, rules, generation_config)
-        search = Search(
-            ready,
-            prompt,
-            rules,
-            plan,
-            criteria,
-            generation_config,
-            padding,
-            way,
-            self.streamer,
-            cache,
-            only_kept,
-            group,
-            self.topk,
-        )
+        choices = Choices(rules, plan, criteria, generation_config, group, self.topk)
+        search = Search(ready, prompt, choices, padding, way, self.streamer, cache, only_kept)
         if together is not None:
             together.ask(search.told())
             together.is_over = True

@@ -68,16 +68,8 @@ class KeptStep:
             # The choice is no part of the step.
             for_steps = head.headless
         self._group = group
-        self.decoder = decoder_of(twin)(
-            twin,
-            shape.batch,
-            shape.prompt,
-            shape.beams,
-            device,
-            shape.source,
-            is_kept=True,
-            for_steps=for_steps,
-        )
+        of_shape = shape.batch, shape.prompt, shape.beams, device, shape.source
+        self.decoder = decoder_of(twin)(twin, *of_shape, is_kept=True, for_steps=for_steps)
         self.shape = shape
         self.count = torch.ones(1, dtype=torch.int64, device=device)
         self.last = torch.zeros(1, dtype=torch.int64, device=device)

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_outputs import MoEModelOutput
 
 from . import graphs, layers
 from .cache import WITH_KEYS, state_layers
-from .decoder import Decoder, Prompt, Source, positions_of
+from .decoder import Decoder, Prompt, Source, positions_of, source_inputs
 from .facts import cache_argument, num_layers, vocab_size_of
 from .given_cache import past_of
 from .head import Head, head_of
@@ -97,7 +96,7 @@ def _few_inputs(twin: Any) -> dict[str, Any]:
     ids = _some_tokens(twin.config, torch.arange(4, device=device) * 7 + 3).view(2, 2)
     if not twin.config.is_encoder_decoder:
         return {"input_ids": ids}
-    return {"decoder_input_ids": ids, "encoder_outputs": MoEModelOutput(last_hidden_state=_source(twin).hidden)}
+    return {"decoder_input_ids": ids, **source_inputs(_source(twin).hidden, None)}
 
 
 class _Unread(Tensor):
@@ -188,8 +187,7 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
         inputs = {"input_ids": texts, "attention_mask": mask.long(), "position_ids": positions_of(mask)}
     else:
         hidden, is_source = (None if each is None else each.repeat_interleave(beams, 0) for each in source)
-        of_source = {} if is_source is None else {"attention_mask": is_source.long()}
-        inputs = {"decoder_input_ids": texts, "encoder_outputs": MoEModelOutput(last_hidden_state=hidden), **of_source}
+        inputs = {"decoder_input_ids": texts, **source_inputs(hidden, None if is_source is None else is_source.long())}
     expected = stock(**inputs, use_cache=False).logits[:, -1]
     return None if _are_close(found, expected) else f"{name} computes something else with {form}"
 
