@@ -26,22 +26,19 @@ from transformers import GenerationMixin
 from ..tracing import is_traced
 from .options import FusedDecoding, Request
 from .statistics import count_reason, count_stock
-from .whole_step import (
+from .whole_step.choosing import TopKRecord
+from .whole_step.criteria import with_stop_strings
+from .whole_step.entry import Loop, checked, drop, release
+from .whole_step.given_cache import cache_of
+from .whole_step.parallel import refuse
+from .whole_step.reasons import (
     HAS_CACHE_ARGUMENT,
     OF_FEW_LOGITS,
     Asked,
     Declined,
-    Loop,
-    TopKRecord,
-    cache_of,
-    checked,
     decline_for,
-    drop,
     of_arguments,
     reads_few_logits,
-    refuse,
-    release,
-    with_stop_strings,
 )
 
 _NAME = "generate"
