@@ -57,11 +57,8 @@ def watched() -> Iterator[list[AttentionCall]]:
 
 
 def reads_tables(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether steps read the keys of their texts by a table (:class:`ancestry.Table`), in one launch a layer on a GPU.
-
-    Args:
-        pairs: keys and values of the layers, [batch, heads, places, dim].
-    """
+    """Whether steps read these keys and values [batch, heads, places, dim] by a table (:class:`ancestry.Table`), in one launch a layer on a
+    GPU."""
     return all(
         keys.shape[-1] == values.shape[-1] and cuda_attention.serves(keys.device, keys.dtype, keys.shape[-1])
         for keys, values in pairs

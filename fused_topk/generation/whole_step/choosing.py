@@ -64,8 +64,7 @@ class Choices(NamedTuple):
         Args:
             logits: [rows, V] of the last tokens. After the prompt there is a row for each sequence, later for each beam.
             ids: the prompts.
-            step: which of the new tokens it is.
-            place: the same number on the device.
+            step, place: which of the new tokens it is, as a number and on the device.
             kept: gets the scores and logits of the step that the user has asked for.
         """
         rules = self.rules

@@ -55,11 +55,8 @@ def release(model: Any) -> None:
 
 
 def ready_for(model: Any) -> Ready:
-    """The model's twin and the steps that are kept. Tries the model first if it is new or has changed.
-
-    Raises:
-        Declined: the model cannot be served.
-    """
+    """The model's twin and the steps that are kept. Tries the model first if it is new or has changed, and raises Declined if it cannot
+    be served."""
     with _lock:
         ready = _known(model)
         if ready is None:
@@ -75,11 +72,7 @@ def _known(model: Any) -> Ready | None:
 
 
 def checked(model: Any) -> Ready | None:
-    """What is known of a model whose calls may be served; None where a trial comes first.
-
-    Raises:
-        Declined: no call of the model is served.
-    """
+    """What is known of a model whose calls may be served; None where a trial comes first. Raises Declined where no call is served."""
     with _lock:
         ready = _known(model)
     if ready is not None:
@@ -174,10 +167,7 @@ class Loop:
     """What generate() runs, through `custom_generate=`: whole steps, or where these do not serve the call transformers' own loop.
 
     Args:
-        model: whose generate() has been called.
-        ready: what :func:`checked` has given for it.
-        compile: whether steps are to be compiled.
-        streamer: gets the new tokens; None for none.
+        ready: what :func:`checked` has given for the model.
         is_cache_given: whether the user has given a cache, which is to hold what the call reads.
         topk: gets the best tokens of each step; None where nobody asks for them.
     """
@@ -313,11 +303,8 @@ def _prompt(ready: Ready, ids: Tensor, rules: Rules, config: GenerationConfig, i
 
 
 def _lets_positions_grow(twin: Any, prompt: Prompt, rules: Rules) -> bool:
-    """Whether the call may need more positions than the model has, for which only single operations can make its table grow.
-
-    Raises:
-        Declined: the texts may become too long.
-    """
+    """Whether the call may need more positions than the model has, for which only single operations can make its table grow. Raises
+    Declined where the texts may become too long."""
     # The prompt includes the tokens of a given cache.
     most = prompt.is_text.shape[1] + rules.room
     steady = reasons.steady_length(twin.config)

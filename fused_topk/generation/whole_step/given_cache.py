@@ -51,11 +51,7 @@ def new_for(config: Any) -> Any:
 
 
 def reason_against(cache: Any, config: Any) -> str | None:
-    """Why a call cannot add to a cache; None where it can.
-
-    Args:
-        config: of the model.
-    """
+    """Why a call cannot add to a cache; None where it can. Args: config: of the model."""
     parts = [cache]
     if config.is_encoder_decoder:
         if type(cache) is not EncoderDecoderCache:
@@ -86,15 +82,11 @@ def reason_against(cache: Any, config: Any) -> str | None:
 
 
 def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past:
-    """What the cache of a model without an encoder holds.
+    """What the used cache of a model without an encoder holds. Raises Declined where this call cannot go on with it.
 
     Args:
-        cache: one that is used.
         rows: of the call, `beams` for each sequence.
         like: a weight of the model.
-
-    Raises:
-        Declined: this call cannot go on with the cache.
     """
     length = int(cache.get_seq_length())
     layers: list[tuple[Tensor, Tensor] | None] = []
@@ -122,12 +114,10 @@ def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past:
 
 
 def fill(cache: Any, decoder: Decoder, prompt: Prompt, parents: Tensor | None, new: int) -> None:
-    """Adds the keys of the tokens that a call has read to a cache.
+    """Adds the keys of the `new` tokens that a call has read to a cache that :func:`reason_against` has no reason against.
 
     Args:
-        cache: one that :func:`reason_against` has no reason against.
         parents: int64 [batch, beams, new + 1 or more], of the beams that went on: see `beams.Hypotheses`; None without beams.
-        new: how many new tokens have been read.
     """
     own = cache
     if isinstance(cache, EncoderDecoderCache):

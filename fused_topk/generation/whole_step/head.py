@@ -46,11 +46,8 @@ class Logits:
 class Head:
     """A whole LM head on a CPU, whose kernel keeps no logits. Other kernels keep them, so nothing is gained there.
 
-    Its weights are those that the module has now: else they would live on where a user replaces them.
-
-    Args:
-        headless: the rest of its model.
-        module: the head itself.
+    Its weights are those that the module has now: else they would live on where a user replaces them. `headless` is the rest of its
+    model.
     """
 
     def __init__(self, headless: Any, module: Any) -> None:
@@ -156,11 +153,7 @@ def choose(
 
 
 def head_of(twin: Any, inputs: dict[str, Any]) -> Head | None:
-    """The twin's LM head; None where logits are more than its product.
-
-    Args:
-        inputs: inputs of the model to try it on.
-    """
+    """The twin's LM head, tried on these inputs; None where logits are more than its product."""
     head = twin.get_output_embeddings()
     inputs = {**inputs, "use_cache": False}
     if isinstance(head, GatheredLinear):

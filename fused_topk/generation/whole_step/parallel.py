@@ -34,13 +34,7 @@ _REFUSED = 0
 
 
 class Together:
-    """The processes of a tensor-parallel model, in one call.
-
-    Args:
-        columns: those of this process's LM head.
-        device: of the model.
-        forget: drops what is kept of the model.
-    """
+    """The processes of a tensor-parallel model, in one call. Args: forget: drops what is kept of the model."""
 
     def __init__(self, columns: Columns, device: torch.device, forget: Callable[[], None]) -> None:
         self._columns, self._device, self._forget = columns, device, forget
@@ -59,13 +53,10 @@ class Together:
         return self._columns.group
 
     def ask(self, what: str) -> None:
-        """Asks the other processes whether they go on in the same way. A collective.
+        """Asks the other processes whether they go on in the same way. A collective, after which all raise Declined if one does not.
 
         Args:
             what: a text of all that the collectives to come depend on.
-
-        Raises:
-            Declined: on all processes, if one does not.
         """
         everyone = self._told(int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little") + 1)
         if len(everyone) > 1:

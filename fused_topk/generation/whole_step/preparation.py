@@ -39,17 +39,8 @@ _lock = threading.Lock()
 
 
 def prepared(model: Any, ids: Tensor, is_text: Tensor, inputs: Mapping[str, Any]) -> Prepared:
-    """Asks a model what it prepares for a prompt, and for the first two steps after it.
-
-    Args:
-        model: the twin of the model, because a preparation may change attributes.
-        ids: int64 [rows, length], the prompt.
-        is_text: bool [rows, length], False where it is padding.
-        inputs: what transformers' loop would hand to the model's preparation.
-
-    Raises:
-        Declined: steps get something else.
-    """
+    """What a model prepares for a prompt, given what transformers' loop would hand on, and for the first two steps after it. Raises
+    Declined where steps get something else. Args: model: the twin of the model, because a preparation may change attributes."""
     try:
         with _lock:
             of_prompt, *of_steps = _asked(model, ids, dict(inputs))

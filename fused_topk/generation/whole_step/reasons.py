@@ -166,12 +166,8 @@ _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 def of_arguments(
     model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], asked: Asked
 ) -> str | None:
-    """Why these arguments of generate() are not served; None if they are.
-
-    Args:
-        generate: the model's method, or the function that the user has put in its place.
-        asked: what else is known of the call.
-    """
+    """Why these arguments of generate() are not served; None if they are. Args: generate: the model's method, or the function that the
+    user has put in its place."""
     # After the inputs and the configuration, arguments are known by name only.
     if len(args) > 2:
         return "generate() with three positional arguments or more"
@@ -431,11 +427,8 @@ def unknown_inputs(inputs: Mapping[str, Any], has_source: bool) -> list[str]:
 
 
 def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
-    """Why the inputs that a loop hands to the model are not served; None if they are.
-
-    Args:
-        has_source: whether it is an encoder-decoder. Any other model may get more inputs: it is asked what it makes of them.
-    """
+    """Why the inputs that a loop hands to the model are not served; None if they are. A model without an encoder may get more inputs: it
+    is asked what it makes of them."""
     unknown = unknown_inputs(inputs, has_source)
     if has_source and unknown:
         return f"model input {unknown[0]}"

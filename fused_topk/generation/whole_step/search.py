@@ -67,11 +67,7 @@ class Search(NamedTuple):
         return repr((of_call, of_kept))
 
     def run(self) -> Any:
-        """What generate() returns.
-
-        Raises:
-            Declined: a step turned out to need the stock operations.
-        """
+        """What generate() returns. Raises Declined where a step turns out to need the stock operations."""
         result = self._run_by_some_way()
         if self.streamer is not None:
             self.streamer.end()
@@ -274,12 +270,7 @@ class Search(NamedTuple):
         return head if head.serves(rows, 1 if rules.beams == 1 else rules.kept) else None
 
     def _first(self, size: int, longest: int) -> tuple[Any, Any]:
-        """The state before the first token, and the constants of the choices.
-
-        Args:
-            size: for how many tokens the state has room.
-            longest: how many there may be.
-        """
+        """The state before the first token, with room for `size` tokens, and the constants of the choices of at most `longest`."""
         ids, rules = self.prompt.ids, self.choices.rules
         if rules.beams == 1:
             constants = texts.TextConstants.of(rules, self.padding, ids.device)

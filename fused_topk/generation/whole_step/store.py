@@ -36,14 +36,7 @@ class Store:
 
     @contextmanager
     def step(self, twin: Any, head: Head | None, shape: Shape, group: Any = None) -> Iterator[KeptStep]:
-        """Lends one call the step of a shape.
-
-        Args:
-            group: of the processes of a tensor-parallel model.
-
-        Raises:
-            NotKept: another call uses the step, or earlier calls could not make it.
-        """
+        """Lends one call the step of a shape. Raises NotKept where another call uses it, or earlier calls could not make it."""
         with self._lock:
             failures, reason = self._failed.get(shape, (0, ""))
             if failures >= _tries(shape):

@@ -12,13 +12,7 @@ from .texts import Texts
 
 
 class Walk:
-    """The nodes of a call's texts, one token after another.
-
-    Args:
-        constraint: the call's only processor.
-        ids: int64 [batch, length], the prompts.
-        vocab_size: of the logits.
-    """
+    """The nodes of a call's texts, one token after another. Args: constraint: the call's only processor."""
 
     def __init__(self, constraint: TrieLogitsProcessor, ids: Tensor, beams: int, vocab_size: int) -> None:
         self._trie = constraint.trie.to(ids.device)
@@ -28,12 +22,8 @@ class Walk:
         self._nodes = nodes if beams == 1 else nodes.unsqueeze(1).repeat(1, beams)
 
     def mask_after(self, state: Any, token: int) -> Tensor:
-        """The packed mask of what may come after a new token. Each call takes the token after that of the call before.
-
-        Args:
-            state: of the search, with that token.
-            token: the number of the token, from 0 on. After the end of a search there is none, and the mask is not used.
-        """
+        """The packed mask of what may come after a token of the state. Each call takes the token after that of the call before. After the
+        end of a search there is none, and the mask is not used."""
         if isinstance(state, Texts):
             self._nodes = self._trie.step(self._nodes, state.tokens[:, token])
         else:
