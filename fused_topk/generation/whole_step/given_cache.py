@@ -67,16 +67,13 @@ def reason_against(cache: Any, config: Any) -> str | None:
         if states and (len(part.layers) <= states[-1] or is_used(part)):
             return "a cache with states that is used, or not of the model"
         for number, layer in enumerate(part.layers):
-            if (type(layer) is STATE_LAYER) != (number in states):
-                return f"a cache with a {type(layer).__name__}"
-            if number in states and not getattr(layer, "record_past", False):
-                continue
-            if type(layer) in (DynamicLayer, _NO_LAYER):
-                continue
-            if type(layer) is not DynamicSlidingWindowLayer or getattr(layer, "record_past", False):
-                return f"a cache with a {type(layer).__name__}"
+            kind = type(layer)
+            kinds = (STATE_LAYER,) if number in states else (DynamicLayer, _NO_LAYER, DynamicSlidingWindowLayer)
+            if kind not in kinds or (kind not in (DynamicLayer, _NO_LAYER) and getattr(layer, "record_past", False)):
+                return f"a cache with a {kind.__name__}"
             own = expected[number] if number < len(expected) else None
-            if layer.sliding_window != getattr(own, "sliding_window", None):
+            windows = {getattr(each, "sliding_window", None) for each in (layer, own)}
+            if kind is DynamicSlidingWindowLayer and len(windows) > 1:
                 return "a cache with windows of another size"
     return None
 

@@ -203,32 +203,32 @@ class KeptStep:
 
     def _make(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         """Makes and keeps what runs the function on the arguments. The function has then run at least once."""
-        started = time.perf_counter()
-        number = len(self._codes)
-        run = self._made(kind, function, args)
-        if self.shape.way.is_captured or len(self._codes) > number:
-            self._tell(time.perf_counter() - started)
-        self._runs[kind, self._size] = run
-        return run
-
-    def _made(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
+        shape, started, number = self.shape, time.perf_counter(), len(self._codes)
         run: Callable[[], Any]
         try:
-            if not self.shape.way.is_captured:
+            if shape.way.is_captured:
+                bound = graphs.Bound(function, args)
+                bound()
+                self._graphs.append(self._captured(bound))
+                run = self._graphs[-1].replay
+            else:
                 self.decoder.let_sizes_vary(*args[1:])
-                of_code = self.shape.of_code(self.decoder.shares_code)
+                of_code = shape.of_code(self.decoder.shares_code)
                 run = OneGraph(self._codes.of(function, (of_code, self.head is None)), args)
                 run()
-                return run
-            run = graphs.Bound(function, args)
-            run()
-            graph = self._captured(run)
         # An error of torch.compile, of the C++ compiler, or of the capture. Whatever it is, the call runs without.
         except Exception as error:
             raise_if_from_a_signal(error)
-            raise NotKept(f"a step that is to be {self.shape.way} raises {said_by(error)}") from error
-        self._graphs.append(graph)
-        return graph.replay
+            raise NotKept(f"a step that is to be {shape.way} raises {said_by(error)}") from error
+        if shape.way.is_captured or len(self._codes) > number:
+            # To compile takes long, so the user should know why. A capture is quick.
+            logger.log(
+                logging.WARNING if shape.way.is_compiled else logging.INFO,
+                "fused_topk: a step of %d x %d beams, with up to %d + %d tokens, was %s in %.1f s, for later calls, too",
+                *(shape.batch, shape.beams, shape.prompt, self._size, shape.way, time.perf_counter() - started),
+            )
+        self._runs[kind, self._size] = run
+        return run
 
     def _captured(self, run: Callable[[], Any]) -> graphs.Graph:
         """A graph of the run. For a tensor-parallel model all processes have one, or all raise."""
@@ -242,20 +242,6 @@ class KeptStep:
         if graph is None:
             raise error or AssertionError("a graph or an error")
         return graph
-
-    def _tell(self, seconds: float) -> None:
-        shape = self.shape
-        # To compile takes long, so the user should know why. A capture is quick.
-        logger.log(
-            logging.WARNING if shape.way.is_compiled else logging.INFO,
-            "fused_topk: a step of %d x %d beams, with up to %d + %d tokens, was %s in %.1f s, for later calls, too",
-            shape.batch,
-            shape.beams,
-            shape.prompt,
-            self._size,
-            shape.way,
-            seconds,
-        )
 
 
 def _advance(

@@ -228,18 +228,14 @@ def of_model(model: Any) -> str | None:
     return _of_modules(model) or _of_config(model.config) or _of_attention(model.config) or _of_caches()
 
 
-def _is_of_transformers(function: Any) -> bool:
-    """Whether a function is code of transformers itself, whatever name it has been given."""
-    code = getattr(function, "__code__", None)
-    return code is not None and Path(code.co_filename).is_relative_to(_FOLDER)
-
-
 def _of_attention(config: Any) -> str | None:
     # Our attention stands for that of transformers. A function of the user's may do anything, and may count its calls.
     for each in (config, config.get_text_config(decoder=True)):
         name = getattr(each, "_attn_implementation", None)
         function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
-        if function is not None and not _is_of_transformers(function):
+        # The code of transformers itself, whatever name it has been given.
+        code = getattr(function, "__code__", None)
+        if function is not None and (code is None or not Path(code.co_filename).is_relative_to(_FOLDER)):
             return f"attention of your own, {name}"
     return None
 

@@ -151,11 +151,8 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
     make = decoder_of(twin)
     device = next(stock.parameters()).device
     source = _source(stock) if stock.config.is_encoder_decoder else None
-    # Models with an encoder take no padding before a text.
-    is_text = torch.tensor(_IS_TEXT, device=device).bool() | (source is not None)
-    batch, length = is_text.shape
-    beams, room = len(_CHOSEN[0]), len(_CHOSEN)
-    ids = _some_tokens(stock.config, torch.arange(batch * length, device=device) * 7 + 3).view(batch, length)
+    ids, is_text = _texts(stock.config, device)
+    (batch, length), beams, room = ids.shape, len(_CHOSEN[0]), len(_CHOSEN)
     # One place more than is needed, unless the source has no mask.
     places = None if source is None else source.hidden.shape[1] + (source.is_text is not None)
     is_exact = make is RowDecoder and (source is not None or not is_static)
@@ -183,8 +180,8 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
     if source is None:
         inputs = {"input_ids": texts, "attention_mask": mask.long(), "position_ids": positions_of(mask)}
     else:
-        hidden, is_source = (None if each is None else each.repeat_interleave(beams, 0) for each in source)
-        inputs = {"decoder_input_ids": texts, **source_inputs(hidden, None if is_source is None else is_source.long())}
+        is_source = None if source.is_text is None else source.is_text.long().repeat_interleave(beams, 0)
+        inputs = {"decoder_input_ids": texts, **source_inputs(source.hidden.repeat_interleave(beams, 0), is_source)}
     expected = stock(**inputs, use_cache=False).logits[:, -1]
     return None if _are_close(found, expected) else f"{name} computes something else with {form}"
 
@@ -200,10 +197,8 @@ def reason_against_past(twin: Any, stock: Any) -> str | None:
 
 def _goes_on(twin: Any, stock: Any, past: int) -> bool:
     """Whether the twin computes the same as the model after the model has read the first `past` tokens."""
-    is_text = torch.tensor(_IS_TEXT, device=next(stock.parameters()).device).bool()
-    batch, length = is_text.shape
-    ids = _some_tokens(stock.config, torch.arange(batch * length, device=is_text.device) * 7 + 3).view(batch, length)
-    positions = positions_of(is_text)
+    ids, is_text = _texts(stock.config, next(stock.parameters()).device)
+    (batch, length), positions = ids.shape, positions_of(is_text)
     inputs = {"input_ids": ids, "attention_mask": is_text.long(), "position_ids": positions}
     if "position_ids" not in inspect.signature(stock.forward).parameters:
         del inputs["position_ids"]
@@ -216,6 +211,12 @@ def _goes_on(twin: Any, stock: Any, past: int) -> bool:
     read = past_of(cache, batch, 1, next(stock.parameters()))
     found = decoder.read_prompt(Prompt(ids, ids[:, past:], is_text, positions[:, past:], {}, length + 1, past=read))
     return _are_close(found, expected)
+
+
+def _texts(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two texts, and where they are text. Models with an encoder take no padding before a text."""
+    is_text = torch.tensor(_IS_TEXT, device=device).bool() | config.is_encoder_decoder
+    return _some_tokens(config, torch.arange(is_text.numel(), device=device) * 7 + 3).view_as(is_text), is_text
 
 
 def _some_tokens(config: Any, numbers: Tensor) -> Tensor:
