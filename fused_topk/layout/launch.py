@@ -173,11 +173,6 @@ GRADIENT_SPAN_BYTES = GRADIENT_THREADS * 4 * 16
 """The bytes of a row that a block turns into gradients."""
 
 
-def gradient_grid(rows: int, tokens: int, itemsize: int) -> tuple[int, int]:
-    """The blocks of a piece of logits."""
-    return rows, -(-tokens * itemsize // GRADIENT_SPAN_BYTES)
-
-
 # csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu
 
 SUMMING_THREADS, SEARCHING_THREADS = 256, 512

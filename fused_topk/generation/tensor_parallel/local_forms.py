@@ -89,7 +89,9 @@ def reason_against(model: nn.Module) -> str | None:
 
 def has_known_forward(module: nn.Module) -> bool:
     """Whether a module's forward() is one that transformers has put on it, and that has a form here."""
-    return part_of(module) is not None if _is_spread(module) else _is_plain(module)
+    if _is_spread(module):
+        return part_of(module) is not None
+    return str(getattr(_forward_of(module), "__qualname__", "")).startswith(_PLAIN)
 
 
 def take_parts(model: nn.Module, twin: Any) -> None:
@@ -169,10 +171,6 @@ def _forward_of(module: nn.Module) -> Any:
     forward = vars(module).get("forward")
     is_stock = str(getattr(forward, "__module__", None)).startswith(_MODULE) and hasattr(forward, "__code__")
     return forward if is_stock else None
-
-
-def _is_plain(module: nn.Module) -> bool:
-    return str(getattr(_forward_of(module), "__qualname__", "")).startswith(_PLAIN)
 
 
 def _style_of(module: nn.Module) -> _Style | None:

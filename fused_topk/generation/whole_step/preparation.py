@@ -69,19 +69,14 @@ def _asked(model: Any, ids: Tensor, inputs: dict[str, Any]) -> list[dict[str, An
     found = [dict(model.prepare_inputs_for_generation(ids, **is_first, **inputs))]
     for _ in range(2):
         output: Any = ModelOutput()  # type: ignore[no-untyped-call]
-        output[cache_argument(model)] = _cache_of(ids)
+        # A cache that holds as many tokens as the texts.
+        output[cache_argument(model)] = cache = DynamicCache()
+        states = torch.zeros(1, 1, ids.shape[1], 1, device=ids.device)
+        cache.update(states, states, 0)
         inputs = dict(model._update_model_kwargs_for_generation(output, inputs, is_encoder_decoder=False))
         ids = torch.cat([ids, ids[:, -1:]], 1)
         found.append(dict(model.prepare_inputs_for_generation(ids, **one_token, **inputs)))
     return found
-
-
-def _cache_of(ids: Tensor) -> Any:
-    """A cache that holds as many tokens as the texts `ids`."""
-    cache = DynamicCache()
-    states = torch.zeros(1, 1, ids.shape[1], 1, device=ids.device)
-    cache.update(states, states, 0)
-    return cache
 
 
 def _of_step(model: Any, inputs: dict[str, Any], is_text: Tensor, number: int) -> Tensor | None:
