@@ -37,9 +37,8 @@ methods of a model that stock's loops call (`whole_step/reasons.py` lists them)
 """
 
 from .. import gone
-from .entrance import disable, enable, fused_decoding
+from .entrance import FusedDecoding, disable, enable, fused_decoding
 from .logprobs import next_token_topk, text_token_logprobs
-from .options import FusedDecoding
 from .processor import FusedTopKLogitsProcessor
 from .routers import FusedRouters, fuse_routers
 from .statistics import Stats, stats

@@ -11,11 +11,11 @@ from transformers import GenerationConfig
 
 from ... import functional
 from ...problem import TopK
-from ..tensor_parallel.group import of_first
 from . import beams, draws, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
 from .head import Head, Logits, choose
+from .parallel import of_first
 from .plan import Plan, called
 from .reasons import SORTS_DRAWN_BEAMS, Declined
 from .results import KeptOutputs

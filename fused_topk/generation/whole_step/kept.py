@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensor_parallel.group import all_say
 from . import graphs, layers
 from .compiled import Codes, OneGraph
 from .decoder import Decoder
 from .head import Head, choose
+from .parallel import all_say
 from .reasons import raise_if_from_a_signal, said_by
 from .row_form import decoder_of
 from .shape import Shape

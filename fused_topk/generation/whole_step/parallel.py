@@ -18,12 +18,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ...distributed.collective import all_gather
 from ..lm_head import sharded_head_of
 from ..tensor_parallel import local_forms
 from ..tensor_parallel.columns import Columns
-from ..tensor_parallel.group import all_say
 from .criteria import Criteria
 from .given_cache import cache_of, is_used
 from .plan import Plan
@@ -104,3 +105,17 @@ def reason_against(plan: Plan, criteria: Criteria, inputs: Mapping[str, Any]) ->
     if unknown:
         return f"model input {unknown[0]} of a tensor-parallel model"
     return "a cache that has been used, of a tensor-parallel model" if is_used(cache_of(inputs)) else None
+
+
+def all_say(is_so: bool, device: torch.device, group: Any) -> bool:
+    """Whether `is_so` is true on all processes. A collective, which waits for the device."""
+    return bool(all_gather(torch.tensor([[int(is_so)]], device=device), group).all())
+
+
+def of_first(tensor: Tensor, group: Any) -> Tensor:
+    """The first process's tensor, whose shape is the same on all processes; without a group the tensor itself. A collective."""
+    if group is None:
+        return tensor
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+    return tensor

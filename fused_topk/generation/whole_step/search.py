@@ -16,13 +16,13 @@ from .decoder import Decoder, Prompt
 from .given_cache import fill
 from .head import Head
 from .kept import KeptStep, NotKept, unless_over
+from .plan import Walk
 from .prompts import Ready
 from .reasons import Declined
 from .results import KeptOutputs, of_beams, of_texts
 from .row_form import decoder_of
 from .shape import Shape, Way, most_room
 from .texts import Texts
-from .walk import Walk
 
 
 class Search(NamedTuple):
