@@ -275,8 +275,7 @@ def prepare_cuda(problem: SampleProblem, device: torch.device) -> Start:
     def run(problem: SampleProblem, out: Sample) -> None:
         p, given = problem, problem.rows
         if not has_adjacent or given.logits.data_ptr() % itemsize:
-            given = given.with_logits(given.logits.clone(memory_format=torch.contiguous_format))
-            copied = p._replace(rows=given)
+            copied = p._replace(rows=cuda.copied(given))
             prepare_cuda(copied, device)(copied, out)
             return
         own = given.unscaled()
