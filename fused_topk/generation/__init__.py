@@ -14,7 +14,7 @@ A call goes down through these, and none of them calls one above it:
 
     entrance            how a user asks for whole steps, and what stands for generate() of an enabled model
     whole_step/         loops of our own: beams share their prompt, and a step can be compiled and captured
-    tensor_parallel/    models that are spread over processes
+    tensor_parallel     models that are spread over processes
     processor, trie/    logits processors: four warpers in one, and a catalogue of items with the tokens that may follow a text
 
 A call is served in whole steps, or runs stock's generate() untouched. generate() itself prepares every call, and hands it to a loop of

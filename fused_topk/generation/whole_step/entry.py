@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from .. import tensor_parallel
 from ..lm_head import sharded_head_of
 from ..statistics import count_reason, count_stock
-from ..tensor_parallel import local_forms
 from . import attention, attribute, given_cache, graphs, norms, parallel, prompts, reasons, traces, trial
 from .beams import Rules
 from .cache import state_layers
@@ -150,7 +150,7 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
 def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
     """See twin.twin_of. The twin of a tensor-parallel model has this process's parts of the weights."""
     twin = twin_of(model, attention, is_steady)
-    local_forms.take_parts(model, twin)
+    tensor_parallel.take_parts(model, twin)
     return twin
 
 

@@ -15,8 +15,7 @@ from ... import backends, distributed, functional
 from ...backends import cpu as native
 from ...layout import linear_pieces
 from ..lm_head import HeadInput, run_with_head
-from ..tensor_parallel.columns import Columns
-from ..tensor_parallel.local_forms import GatheredLinear
+from ..tensor_parallel import Columns, GatheredLinear
 from . import beams, texts
 from .texts import Texts
 from .twin import twin_of

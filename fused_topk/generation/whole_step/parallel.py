@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...distributed.collective import all_gather
+from .. import tensor_parallel
 from ..lm_head import sharded_head_of
-from ..tensor_parallel import local_forms
-from ..tensor_parallel.columns import Columns
+from ..tensor_parallel import Columns
 from .criteria import Criteria
 from .given_cache import cache_of, is_used
 from .plan import Plan
@@ -46,7 +46,7 @@ class Together:
     def of(model: Any, forget: Callable[[], None]) -> Together | None:
         """None for a model that is not tensor-parallel, or whose processes cannot ask each other."""
         head: Any = sharded_head_of(model)
-        part = None if head is None else local_forms.part_of(head)
+        part = None if head is None else tensor_parallel.part_of(head)
         return None if part is None else Together(part.columns, head.weight.device, forget)
 
     @property

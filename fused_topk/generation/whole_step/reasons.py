@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .. import tensor_parallel
 from ..lm_head import sharded_head_of
-from ..tensor_parallel import local_forms
 from .facts import arguments_of, vocab_size_of
 
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -213,7 +213,7 @@ def of_model(model: Any) -> str | None:
     if sharded_head_of(model) is not None:
         if model.config.is_encoder_decoder or prepares_itself(model):
             return "a tensor-parallel model that is more than a decoder of text"
-        decline = local_forms.reason_against(model)
+        decline = tensor_parallel.reason_against(model)
         if decline is not None:
             return decline
     if getattr(model, "hf_quantizer", None) is not None:
@@ -286,7 +286,7 @@ def _of_modules(model: nn.Module) -> str | None:
         if state.get("_compiled_call_impl") is not None:
             return "a compiled model"
         is_replaced = "forward" in state and not _is_own(module, "forward") and not _is_trls(module)
-        if is_replaced and not local_forms.has_known_forward(module):
+        if is_replaced and not tensor_parallel.has_known_forward(module):
             return f"forward() of a {type(module).__name__} that has been replaced"
         for hooks in _HOOKS:
             for hook in state[hooks].values():
