@@ -244,12 +244,9 @@ class RankProblem(NamedTuple):
     """A checked request for the ranks of tokens. A backend writes them into a contiguous int64 tensor of the targets' shape."""
 
     rows: LogitRows  # at the temperature 1
-    targets: (
-        Tensor  # (..., n) int64, contiguous, n >= 1; a negative one is no target, of rank 0; V or more counts as V - 1
-    )
-    counts_ties: (
-        bool  # whether a rank counts all tokens that tie with the target, or only those up to the target's index
-    )
+    # (..., n) int64, contiguous, n >= 1; a negative one is no target, of rank 0; V or more counts as V - 1
+    targets: Tensor
+    counts_ties: bool  # whether a rank counts all tokens that tie with the target, or those up to its index alone
 
 
 class TokenSumsProblem(NamedTuple):

@@ -18,7 +18,8 @@ from transformers.generation.streamers import BaseStreamer
 from captured import StandIn, graphs_of
 from decoding import EOS, TOKENS, VERSION, Recorder, Steps, stats
 from fused_topk.generation import TokenTrie, TrieLogitsProcessor, disable, enable, fused_decoding
-from fused_topk.generation.whole_step import drop, entry, graphs, trial
+from fused_topk.generation.whole_step import entry, graphs, trial
+from fused_topk.generation.whole_step.entry import drop
 from processes import assert_equal_everywhere
 
 transformers.logging.set_verbosity_error()

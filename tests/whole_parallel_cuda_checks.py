@@ -12,7 +12,8 @@ import whole_parallel_checks
 from decoding import stats
 from fused_topk.distributed import collective
 from fused_topk.generation import disable, enable, fused_decoding
-from fused_topk.generation.whole_step import drop, entry, graphs
+from fused_topk.generation.whole_step import entry, graphs
+from fused_topk.generation.whole_step.entry import drop
 from whole_parallel_checks import (
     CLOCK,
     LLAMA,

@@ -80,6 +80,6 @@ def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int, 
         mask_kind=mask is not None and mask.dtype != torch.bool,
         sums_all=sums_all,
     )
-    grid = launch.gradient_grid(count, tokens, logits.element_size())
+    grid = count, -(-tokens * logits.element_size() // launch.GRADIENT_SPAN_BYTES)
     written = with_rows(filled, _write_rows_of_gradient, rows)
     cuda.launch(index, launch.kernel("gradients::logit_gradient", logits.dtype), grid, launch.GRADIENT_THREADS, written)

@@ -53,7 +53,7 @@ def load(key: str) -> bytes | None:
         return None
     path = folder / f"{key}.cubin"
     try:
-        with open(path, "rb", opener=_open_no_link) as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0))) as file:
             found = os.fstat(file.fileno())
             content = file.read() if stat.S_ISREG(found.st_mode) and _is_mine(found) else b""
     except OSError:
@@ -106,10 +106,6 @@ def _header(key: str, compiled: bytes) -> bytes:
     # With the key in it, a file under the name of another kernel counts as damaged.
     digest = hashlib.sha256(key.encode() + compiled).digest()
     return _HEADER.pack(_MAGIC, _FORMAT, len(compiled), digest)
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
 
 
 def _is_mine(found: os.stat_result) -> bool:

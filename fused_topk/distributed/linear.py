@@ -186,21 +186,8 @@ def linear_token_logprobs(
     check_common_normalize(normalize, "linear_token_logprobs")
     check_flags(entropy=entropy, tail=tail)
     check_list("k", k, 2**31 - 1, "what an exchange takes")
-    found = _linear(
-        "log_softmax",
-        hidden,
-        local_weight,
-        k or 1,
-        local_bias,
-        temperature,
-        mask,
-        normalize,
-        backend,
-        group,
-        tokens,
-        start,
-        (entropy, tail),
-    )
+    given = "log_softmax", hidden, local_weight, k or 1, local_bias, temperature, mask, normalize, backend, group
+    found = _linear(*given, tokens, start, (entropy, tail))
     best, indices, logsumexp, logprobs, of_entropy, of_tail = found
     if tokens.dim() < hidden.dim():
         logprobs = logprobs.squeeze(-1)

@@ -102,15 +102,7 @@ def linear_log_softmax_topk(
     >>> linear_log_softmax_topk(torch.tensor([[2.0, 3.0]]), torch.eye(2), k=1).values
     tensor([[-0.3133]])
 
-    The contract is that of :func:`linear_softmax_topk`.
-
-    The arguments are those of :func:`linear_softmax_topk`.
-
-    Returns:
-        TopK.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
+    Arguments, result, errors and contract are those of :func:`linear_softmax_topk`.
     """
     if gone:
         refuse("linear_log_softmax_topk", gone)
@@ -132,15 +124,10 @@ def linear_topk(
     >>> linear_topk(torch.tensor([[2.0, 3.0]]), torch.eye(2), k=1).values
     tensor([[3.]])
 
-    The contract is that of :func:`linear_softmax_topk`.
-
-    The arguments are those of :func:`linear_softmax_topk`.
+    Arguments, errors and contract are those of :func:`linear_softmax_topk`.
 
     Returns:
         TopKLogits with values (..., k) in the dtype of `hidden` and indices int64 (..., k).
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
     """
     if gone:
         refuse("linear_topk", gone)

@@ -14,7 +14,7 @@ A call goes down through these, and none of them calls one above it:
 
     entrance            how a user asks for whole steps, and what stands for generate() of an enabled model
     whole_step/         loops of our own: beams share their prompt, and a step can be compiled and captured
-    tensor_parallel/    models that are spread over processes
+    tensor_parallel     models that are spread over processes
     processor, trie/    logits processors: four warpers in one, and a catalogue of items with the tokens that may follow a text
 
 A call is served in whole steps, or runs stock's generate() untouched. generate() itself prepares every call, and hands it to a loop of
@@ -37,9 +37,8 @@ methods of a model that stock's loops call (`whole_step/reasons.py` lists them)
 """
 
 from .. import gone
-from .entrance import disable, enable, fused_decoding
+from .entrance import FusedDecoding, disable, enable, fused_decoding
 from .logprobs import next_token_topk, text_token_logprobs
-from .options import FusedDecoding
 from .processor import FusedTopKLogitsProcessor
 from .routers import FusedRouters, fuse_routers
 from .statistics import Stats, stats

@@ -23,28 +23,60 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
+from ..arguments import check_flags, check_int
+from ..gone import refuse as refuse_gone
+from ..problem import TopK
 from ..tracing import is_traced
-from .options import FusedDecoding, Request
 from .statistics import count_reason, count_stock
-from .whole_step import (
+from .whole_step.choosing import TopKRecord
+from .whole_step.criteria import with_stop_strings
+from .whole_step.entry import Loop, checked, drop, release
+from .whole_step.given_cache import cache_of
+from .whole_step.parallel import refuse
+from .whole_step.reasons import (
     HAS_CACHE_ARGUMENT,
     OF_FEW_LOGITS,
     Asked,
     Declined,
-    Loop,
-    TopKRecord,
-    cache_of,
-    checked,
     decline_for,
-    drop,
     of_arguments,
     reads_few_logits,
-    refuse,
-    release,
-    with_stop_strings,
 )
 
 _NAME = "generate"
+
+
+class FusedDecoding:
+    """The record of a with block: :func:`fused_decoding` yields it.
+
+    Attributes:
+        topk: with topk_per_step=k, the steps of the last generate() call, each a TopK without any tensor of the vocabulary's
+            size. values: float32 [rows, k], log-probabilities of the model's own distribution, before processors and
+            warpers. indices: int64 [rows, k], their tokens, most probable first. logsumexp: float32 [rows], of the logits.
+            Rows are sequences, or with beams sequence * beams + beam, as in `beam_indices`. Empty where a call is not served.
+    """
+
+    def __init__(self) -> None:
+        self.topk: list[TopK] = []
+
+
+class Request:
+    """What enable() or a with block asks for, and its record."""
+
+    def __init__(self, compile: bool, topk_per_step: int) -> None:
+        self.compile = compile
+        self.topk_per_step = topk_per_step
+        self.given = FusedDecoding()
+
+    @staticmethod
+    def checked(compile: Any, topk_per_step: Any, gone: dict[str, Any]) -> Request:
+        if gone:
+            refuse_gone("fused_decoding", gone)
+        check_flags(compile=compile)
+        check_int("topk_per_step", topk_per_step)
+        if topk_per_step < 0:
+            raise ValueError(f"`topk_per_step` must not be negative, got {topk_per_step}; pass 0 for no record")
+        return Request(compile, topk_per_step)
 
 
 class _Uses:
@@ -109,11 +141,8 @@ class _Generate:
 
 
 def _wrapped(stock: Any, stock_of: Callable[[Any], Any]) -> Any:
-    """A function that serves a model's calls. It has the name, the signature and the docstring of stock's.
-
-    Args:
-        stock_of: gives a model's own method.
-    """
+    """A function that serves a model's calls. It has the name, the signature and the docstring of stock's. Args: stock_of: gives a model's
+    own method."""
 
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:

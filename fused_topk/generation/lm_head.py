@@ -40,11 +40,8 @@ _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def run_with_head(model: nn.Module, arguments: Mapping[str, Any]) -> HeadInput | Tensor:
-    """Runs the model. Returns what its LM head gets where the logits are the head's product and nothing else; else its logits.
-
-    Raises:
-        TypeError: the model has no logits.
-    """
+    """Runs the model. Returns what its LM head gets where the logits are the head's product and nothing else; else its logits. Raises a
+    TypeError if there are none."""
     weight = _weight_of_plain_head(model)
     if weight is not None:
         recognizer = _Recognizer(weight)

@@ -172,11 +172,9 @@ class FullRowLaunch(NamedTuple):
 def plan(
     problem: FullRowProblem, out_dtype: torch.dtype, is_aligned: bool, choice: FullRowChoice, cache_bytes: int
 ) -> FullRowLaunch | None:
-    """The launch for at least one row, or None if the rows have more unrelated strides than the kernel walks.
-
-    Tensors may be meta tensors. is_aligned: whether the logits, and the result unless it is a logsumexp, start at multiples of
-    16 bytes. cache_bytes: of the GPU's L2 cache.
-    """
+    """The launch for at least one row, or None if the rows have more unrelated strides than the kernel walks. Tensors may be meta tensors.
+    is_aligned: whether the logits, and the result unless it is a logsumexp, start at multiples of 16 bytes. cache_bytes: of the L2
+    cache."""
     logits, values = problem.rows.logits, problem.values
     *leading, vocab_size = logits.shape
     rows = row_count(logits.shape)

@@ -173,11 +173,6 @@ GRADIENT_SPAN_BYTES = GRADIENT_THREADS * 2 * 16
 """The bytes of a row that a block turns into gradients."""
 
 
-def gradient_grid(rows: int, tokens: int, itemsize: int) -> tuple[int, int]:
-    """The blocks of a piece of logits."""
-    return rows, -(-tokens * itemsize // GRADIENT_SPAN_BYTES)
-
-
 # csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu
 
 SUMMING_THREADS, SEARCHING_THREADS = 256, 512
@@ -209,11 +204,8 @@ def draws_from_vocabulary(vocab_size: int, top_k: int | None, has_other_filter: 
 
 
 def sample_list_length(vocab_size: int, top_k: int | None) -> int:
-    """How many of a row's best to list. A list that is too short costs time, never a token.
-
-    Args:
-        top_k: of all rows, 0 for none; None where rows differ.
-    """
+    """How many of a row's best to list, for the top-k of all rows: 0 for none, None where rows differ. A list that is too short costs
+    time, never a token."""
     if top_k is not None and 0 < top_k < vocab_size:
         length = top_k + _ROOM_FOR_TIES + top_k // 8
     else:

@@ -76,11 +76,8 @@ def is_for_the_native_kernel(rows: int, k: int) -> bool:
 def forward_pieces(
     rows: int, vocab_size: int, k: int, itemsize: int, logit_bytes: int, row_bytes: int, is_cpu: bool
 ) -> Pieces:
-    """The pieces of the forward pass.
-
-    logit_bytes: what a logit of a piece takes, with what is computed from it. row_bytes: what a row takes besides its logits
-    and its candidates.
-    """
+    """The pieces of the forward pass. logit_bytes: what a logit of a piece takes, with what is computed from it. row_bytes: what a row
+    takes besides its logits and its candidates."""
     if k == 0:
         # Only sums, into which each piece is taken.
         piece = (_CPU_SUMMED_BYTES if is_cpu else _GPU_PIECE_BYTES) // logit_bytes
@@ -107,11 +104,8 @@ def forward_pieces(
 def accumulated_pieces(
     rows: int, vocab_size: int, k: int, itemsize: int, row_bytes: int, other_bytes: int, multiprocessors: int
 ) -> Pieces | None:
-    """The pieces of the forward pass where a GPU takes each piece into the one state of its rows. None where that is not possible,
-    or where merging the pieces' states is quicker.
-
-    row_bytes: as for :func:`forward_pieces`. other_bytes: what is in memory besides, whatever the rows.
-    """
+    """The pieces of the forward pass where a GPU takes each piece into the one state of its rows. None where that is not possible, or
+    merging the pieces' states is quicker. other_bytes: what is in memory besides, whatever the rows."""
     block = -(-rows // -(-rows // _GPU_ROWS))
     # The state, what is made of it, and targets.
     of_rows = block * (3 * (k * (itemsize + _INDEX_BYTES) + 2 * _INDEX_BYTES) + row_bytes)
@@ -125,9 +119,7 @@ def accumulated_pieces(
 
 def whole_rows(rows: int, vocab_size: int, logit_bytes: int, row_bytes: int, other_bytes: int = 0) -> int:
     """How many rows of whole logits to have at once: equal shares of all rows that fit into the scratch memory, at least one row.
-
-    The arguments are those of :func:`forward_pieces`. other_bytes: the memory that all rows take together, whatever their number.
-    """
+    other_bytes: the memory that all rows take together, whatever their number."""
     most = max(1, (SCRATCH_BYTES - other_bytes) // (vocab_size * logit_bytes + row_bytes))
     return -(-rows // -(-rows // most))
 

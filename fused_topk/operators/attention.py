@@ -3,26 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from ..backends import cuda_attention
 from .operator import Operator
 
-
-def _run(*arguments: Any) -> Tensor:
-    return cuda_attention.step_attention(*arguments)
-
-
-def _fake(query: Tensor, *others: Any) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
 # :func:`cuda_attention.step_attention`, of which torch.compile sees one operation.
 step_attention = Operator(
     "step_attention(Tensor query, Tensor key, Tensor value, Tensor table, float scale, float cap, int window, Tensor? sinks) -> Tensor",
-    _run,
-    _fake,
+    lambda *arguments: cuda_attention.step_attention(*arguments),
+    lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
 )

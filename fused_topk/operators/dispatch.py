@@ -60,8 +60,6 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 def need_dispatcher(*tensors: Tensor | None) -> bool:
-    """Whether a call with these tensors must go through torch: for gradients, torch.compile, vmap, a mode and the like.
-
-    If not, the operator's implementation may be called directly: the dispatcher costs more than a short row.
-    """
+    """Whether a call with these tensors must go through torch: for gradients, torch.compile, vmap, a mode and the like. If not, the
+    operator's implementation may be called directly: the dispatcher costs more than a short row."""
     return is_seen_by_torch(*tensors) or wants_gradient(*tensors)

@@ -39,11 +39,8 @@ Start = Callable[[LogitRows, Tensor], None]
 def plan(
     device: torch.device, layout: RowsLayout, values: str, dtype: torch.dtype | None, backend: str | None
 ) -> Callable[[LogitRows], Tensor]:
-    """Checks the layout and the other arguments, and plans the call, once for all calls with the same layout and arguments. Returns
-    what computes a new result, given the tensors.
-
-    dtype: of the result, as the user gives it.
-    """
+    """Checks the layout and the other arguments, and plans the call, once for all calls alike. Returns what computes a new result, given
+    the tensors. dtype: of the result, as the user gives it."""
     rows = check_layout(layout)
     logits = rows.logits
     dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)

@@ -213,11 +213,8 @@ def _row_stride(tokens: int, multiple: int) -> int:
 def _add_block(
     head: LinearProblem, block: Block, size: int, multiple: int, gradient: _Gradient, buffer: Tensor, sums: _Sums
 ) -> None:
-    """Adds what some rows contribute, `size` tokens at a time. The first rows overwrite what they find.
-
-    Args:
-        multiple: of elements, at which rows of logits begin.
-    """
+    """Adds what some rows contribute, `size` tokens at a time. The first rows overwrite what they find. Rows of logits begin at a
+    `multiple` of elements."""
     hidden, vocab_size, adds_in_place = block.hidden, len(head.weight), _adds_in_place(block.hidden)
     of_hidden = None
     if sums.hidden is not None:

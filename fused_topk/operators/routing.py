@@ -65,10 +65,8 @@ def plan(
     index_dtype: torch.dtype,
     backend: str | None,
 ) -> Plan[RouterTopK]:
-    """Checks the layout and the other arguments, and plans the call, once for all calls with the same layout and arguments.
-
-    request: the fields of :class:`RouterProblem` after the bias.
-    """
+    """Checks the layout and the other arguments, and plans the call, once for all calls alike. request: the fields of
+    :class:`RouterProblem` after the bias."""
     rows = check_layout(layout)
     logits = rows.logits
     k, *_ = request

@@ -47,8 +47,8 @@ def plan(
     backend: str | None,
     beam_scores: Like | None = None,
 ) -> Plan[TopK]:
-    """Checks the layout and the other arguments, and plans the call, once for all calls with the same layout and
-    arguments. It does not depend on the contents of the tensors: for a short row, planning takes longer than the rest of the call."""
+    """Checks the layout and the other arguments, and plans the call, once for all calls alike. It does not depend on the contents of the
+    tensors: for a short row, planning takes longer than the rest of the call."""
     rows = check_layout(layout)
     logits = rows.logits
     scores = None if beam_scores is None else beam_scores.meta()

@@ -26,7 +26,7 @@ from ..scale import Scale
 from . import row_topk
 from .dispatch import is_seen_by_torch
 from .operator import Operator
-from .results import Plan, Result
+from .results import Plan, Result, row_result
 
 _write_rows = rows_writer(SampleRows)
 
@@ -275,8 +275,7 @@ def prepare_cuda(problem: SampleProblem, device: torch.device) -> Start:
     def run(problem: SampleProblem, out: Sample) -> None:
         p, given = problem, problem.rows
         if not has_adjacent or given.logits.data_ptr() % itemsize:
-            given = given.with_logits(given.logits.clone(memory_format=torch.contiguous_format))
-            copied = p._replace(rows=given)
+            copied = p._replace(rows=cuda.copied(given))
             prepare_cuda(copied, device)(copied, out)
             return
         own = given.unscaled()
@@ -312,15 +311,11 @@ def prepare_cuda(problem: SampleProblem, device: torch.device) -> Start:
 
 def _prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[LogitRows], TopK]:
     """A function that finds the best k logits of each row, with m and d (2, rows) in place of the logsumexp."""
-    count, dtype = len(rows.logits), rows.logits.dtype
+    result = row_result(rows.logits, k, "state")
     start = row_topk.prepare_cuda(TopkProblem(rows, k, "state", "allowed"), device)
 
     def run(rows: LogitRows) -> TopK:
-        out = TopK(
-            torch.empty((count, k), dtype=dtype, device=rows.logits.device),
-            torch.empty((count, k), dtype=torch.int64, device=rows.logits.device),
-            torch.empty((2, count), dtype=torch.float32, device=rows.logits.device),
-        )
+        out = result.empty(rows.logits.device)
         start(rows, out)
         return out
 

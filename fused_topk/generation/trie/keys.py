@@ -46,11 +46,8 @@ class Keys(NamedTuple):
 
 
 def of(sequences: Any, end_token_id: int) -> Keys:
-    """The keys of the items `sequences`. Where an item ends at a node with children, the end token is one more child.
-
-    Raises:
-        TypeError, ValueError: see :class:`TokenTrie`.
-    """
+    """The keys of the items `sequences`. Where an item ends at a node with children, the end token is one more child. Errors: see
+    :class:`TokenTrie`."""
     all_tokens, lengths = _catalogue(sequences)
     if not len(lengths):
         raise ValueError("`sequences` must hold at least one item, got none; decode without a trie")

@@ -34,28 +34,3 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
 Sequences are those of transformers, with ties to the smaller index. The cache that a call returns or adds to is that of
 transformers, too.
 """
-
-from .choosing import TopKRecord
-from .criteria import with_stop_strings
-from .entry import Loop, checked, drop, release
-from .given_cache import cache_of
-from .parallel import refuse
-from .reasons import HAS_CACHE_ARGUMENT, OF_FEW_LOGITS, Asked, Declined, decline_for, of_arguments, reads_few_logits
-
-__all__ = [
-    "HAS_CACHE_ARGUMENT",
-    "OF_FEW_LOGITS",
-    "Asked",
-    "Declined",
-    "Loop",
-    "TopKRecord",
-    "cache_of",
-    "checked",
-    "decline_for",
-    "drop",
-    "of_arguments",
-    "reads_few_logits",
-    "refuse",
-    "release",
-    "with_stop_strings",
-]

@@ -16,7 +16,6 @@ class Table:
 
     Args:
         prompt: bool [batch, prompt], False where it is padding. It may change between prompts.
-        beams: of the cache.
     """
 
     def __init__(self, prompt: Tensor, beams: int) -> None:
@@ -63,10 +62,8 @@ class Mask:
 
     Args:
         prompt: bool [batch, prompt], False where it is padding.
-        beams: of the cache.
         groups: query heads to a key head.
         window: how many of the last places layers with a window look at; None where no layer has one.
-        dtype: of the model.
     """
 
     def __init__(self, prompt: Tensor, beams: int, groups: int, window: int | None, dtype: torch.dtype) -> None:
@@ -80,11 +77,8 @@ class Mask:
         self._of_one = torch.empty(len(prompt), 1, 1, 0, dtype=dtype, device=device)
 
     def of_one_beam(self, shown: int) -> Tensor:
-        """[batch, 1 or 2, 1, prompt + shown]: the mask of the step after `shown` - 1 new tokens. It is a part of one that all steps share.
-
-        Args:
-            shown: not less than in the call before.
-        """
+        """[batch, 1 or 2, 1, prompt + shown]: the mask of the step after `shown` - 1 new tokens, not fewer than in the call before. It is a
+        part of one that all steps share."""
         (batch, prompt), end = self.prompt.shape, self.prompt.shape[1] + shown
         if end > self._of_one.shape[3]:
             number = 1 if self._window is None else 2

@@ -56,17 +56,9 @@ def watched() -> Iterator[list[AttentionCall]]:
         _calls.reset(token)
 
 
-def name_for(implementation: str | None) -> str:
-    """The name of the function that computes as the model's own attention implementation does."""
-    return PLAIN if implementation == "sdpa" else CAPPED
-
-
 def reads_tables(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether steps read the keys of their texts by a table (:class:`ancestry.Table`), in one launch a layer on a GPU.
-
-    Args:
-        pairs: keys and values of the layers, [batch, heads, places, dim].
-    """
+    """Whether steps read these keys and values [batch, heads, places, dim] by a table (:class:`ancestry.Table`), in one launch a layer on a
+    GPU."""
     return all(
         keys.shape[-1] == values.shape[-1] and cuda_attention.serves(keys.device, keys.dtype, keys.shape[-1])
         for keys, values in pairs
@@ -108,7 +100,8 @@ def capped(
         calls.append(AttentionCall(groups, sliding_window))
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if length > 1:
-        key, value = (_repeated(each, groups) for each in (key, value))
+        if groups > 1:
+            key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
         # Attention to a source is not causal.
         is_causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         sink = None if s_aux is None else s_aux.view(-1, 1, 1)
@@ -162,10 +155,6 @@ _of_step_as_one = Operator(
     _of_places,
     lambda query, key, value, *_: query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3]),
 )
-
-
-def _repeated(heads: Tensor, times: int) -> Tensor:
-    return heads if times == 1 else heads.repeat_interleave(times, 1)
 
 
 def _weighted(

@@ -238,11 +238,9 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return torch.cat(parts, 2)
 
     def rows(self, begin: int, new: int, past: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch * beams, heads, prompt - begin + new, dim] of each beam's own past.
+        """Keys and values [batch * beams, heads, prompt - begin + new, dim] of each beam's own past, from place `begin` of the prompt on.
 
         Args:
-            begin: the first place of the prompt that is to be in it.
-            new: how many new tokens.
             past: int64 [batch, beams, new], the place among the beams where each new token was written; None without beams.
         """
         keys, values = (self._rows(each, begin, new, past) for each in (self.keys, self.values))
@@ -293,12 +291,8 @@ def _of_beams(written: Tensor, beams: int) -> Tensor:
 
 
 class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer's keys and values of an encoder's output, the source.
-
-    Args:
-        length: the number of places. A shorter source takes the first ones.
-        copies: how many rows each sequence has: 1 where its beams share them.
-    """
+    """One layer's keys and values of an encoder's output, the source. A source shorter than `length` takes the first places. Each
+    sequence has `copies` rows: 1 where its beams share them."""
 
     is_sliding = False
     keys: Tensor

@@ -11,11 +11,11 @@ from transformers import GenerationConfig
 
 from ... import functional
 from ...problem import TopK
-from ..tensor_parallel.group import of_first
 from . import beams, draws, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
-from .head import Head
+from .head import Head, Logits, choose
+from .parallel import of_first
 from .plan import Plan, called
 from .reasons import SORTS_DRAWN_BEAMS, Declined
 from .results import KeptOutputs
@@ -64,8 +64,7 @@ class Choices(NamedTuple):
         Args:
             logits: [rows, V] of the last tokens. After the prompt there is a row for each sequence, later for each beam.
             ids: the prompts.
-            step: which of the new tokens it is.
-            place: the same number on the device.
+            step, place: which of the new tokens it is, as a number and on the device.
             kept: gets the scores and logits of the step that the user has asked for.
         """
         rules = self.rules
@@ -113,21 +112,13 @@ class Choices(NamedTuple):
         place: Place,
         mask: Tensor | None = None,
     ) -> Any:
-        """The same from hidden states [rows, H], in a call in which nothing else reads logits.
-
-        Args:
-            mask: int32 [batch, beams, W], or [batch, W] without beams: which tokens may come next; None for all.
-        """
-        now, are_last = place
+        """The same from hidden states [rows, H], in a call in which nothing else reads logits. Args: mask: see :func:`head.choose`."""
         if step == 0 and self.rules.beams > 1:
             hidden = hidden.repeat_interleave(self.rules.beams, 0)
-        if self.rules.beams == 1:
-            return texts.choose_tokens(state, constants, head.greatest(hidden, mask), now, are_last)
-        mask = None if mask is None else mask.flatten(0, 1)
-        scores, indices = head.continuations(hidden, state.running.scores, self.rules.kept, mask)
-        if _has_nan(scores):
+        after = choose(head, state, constants, hidden, mask, *place)
+        if self.rules.beams > 1 and _has_nan(after.running.scores):
             raise Declined("NaN among the scores")
-        return beams.choose(state, constants, scores, indices, head.vocab_size, now, are_last)
+        return after
 
     def _ends(self, text: Tensor, indices: Tensor, vocab_size: int, kept: KeptOutputs | None) -> Tensor:
         """bool [batch, kept]: which continuations [batch, kept] of the beams' texts end because of their text."""
@@ -140,7 +131,7 @@ class Choices(NamedTuple):
 
     def _greatest(self, scores: _Scores) -> Tensor:
         if scores.is_plain:
-            return functional.topk(scores.logits, 1, mask=scores.mask()).indices.squeeze(1)
+            return Logits.greatest(scores.logits, scores.mask())
         return scores.last().argmax(-1)
 
     def _drawn(self, scores: _Scores) -> Tensor:
@@ -158,15 +149,11 @@ class Choices(NamedTuple):
         return found.tokens.squeeze(1)
 
     def _continuations(self, scores: _Scores, state: Beams) -> tuple[Tensor, Tensor]:
-        number, beam_scores, rows = self.rules.kept, state.running.scores, scores.logits
+        number, beam_scores = self.rules.kept, state.running.scores
         if self.config.do_sample:
             return _drawn_continuations(_total(scores.last(), beam_scores), number)
         if scores.is_plain:
-            batch, count = beam_scores.shape
-            mask = scores.mask()
-            mask = None if mask is None else mask.view(batch, count, -1)
-            of_beams = rows.view(batch, count, -1)
-            found = functional.beam_topk(of_beams, beam_scores, number, mask=mask, normalize="all")[:2]
+            found = Logits.continuations(scores.logits, beam_scores, number, scores.mask())
         else:
             found = functional.topk(_total(scores.last(), beam_scores), number)[:2]
         if not _has_nan(found[0]):

@@ -22,11 +22,8 @@ from ...tracing import is_traced_by_dynamo
 
 
 class Code:
-    """The compiled code of a function, in one piece. It also serves other arguments, which may differ in the sizes that vary.
-
-    Attributes:
-        number: how many pieces have been made.
-    """
+    """The compiled code of a function, in one piece. It also serves other arguments, which may differ in the sizes that vary. `number` says
+    how many pieces have been made."""
 
     def __init__(self, function: Any) -> None:
         self.number = 0

@@ -50,12 +50,9 @@ class Prompt(NamedTuple):
 class Decoder:
     """Reads a prompt, then one token of each beam at a time. At first there is no room for these tokens: see :meth:`open`.
 
+    A prompt shorter than `prompt` has padding before it, an encoder's output shorter than `source` has padding after it.
+
     Args:
-        twin: see :mod:`twin`.
-        batch: how many sequences.
-        prompt: the length of a prompt; a shorter one has padding before it.
-        beams: rows for each sequence.
-        source: the length of an encoder's output; a shorter one has padding after it. None for a model without an encoder.
         is_kept: whether later calls read other prompts with it, by the same compiled code.
         for_steps: a twin that reads the tokens after the prompt; None where `twin` does.
     """
@@ -240,8 +237,8 @@ class Decoder:
         if not self._of_source or not self._is_kept:
             needs_mask = source.is_text is not None and (self._is_kept or is_masked)
             hidden = source.hidden.new_zeros(1, 1, 1).expand(*self._source.shape, dim)
-            self._of_source = _source_inputs(hidden, self._source if needs_mask else None)
-        return _source_inputs(source.hidden, self._source[:, :length] if is_masked else None)
+            self._of_source = source_inputs(hidden, self._source if needs_mask else None)
+        return source_inputs(source.hidden, self._source[:, :length] if is_masked else None)
 
     def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The last logits [batch * beams, V].
@@ -281,10 +278,8 @@ class Decoder:
         return self._forward(twin, tokens, mask, self._last_positions + (step + 1), **extra)
 
     def states(self, new: int, parents: Tensor | None) -> Iterator[tuple[int, Any]]:
-        """The number of each layer that has a state, and the layer, with a row for each beam that went on. No step may follow.
-
-        Args: see :meth:`rows`.
-        """
+        """The number of each layer that has a state, and the layer, with a row for each beam that went on, as :meth:`rows`. No step may
+        follow."""
         if parents is not None:
             self._follow(parents, torch.full((1,), new, device=parents.device))
         yield from self._states.items()
@@ -302,13 +297,8 @@ class Decoder:
             layer.reorder_cache(rows)
 
     def rows(self, length: int, new: int, parents: Tensor | None) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        """The number of each layer, with keys and values [batch * beams, heads, length + new, dim] of each beam's past.
-
-        Args:
-            length: how many of the last tokens of the prompt are to be in it.
-            new: how many of the new tokens have been read.
-            parents: see :class:`ancestry.Mask`.
-        """
+        """The number of each layer, with keys and values [batch * beams, heads, length + new, dim] of each beam's past: the last `length`
+        tokens of the prompt, and `new` tokens. Args: parents: see :class:`ancestry.Mask`."""
         past = None if parents is None else parents[:, :, 1 : new + 1]
         for number, layer in enumerate(self._of_text):
             if isinstance(layer, SharedPromptLayer) and layer.is_initialized:
@@ -340,7 +330,8 @@ class Decoder:
         return logits
 
 
-def _source_inputs(hidden: Tensor, is_text: Tensor | None) -> dict[str, Any]:
+def source_inputs(hidden: Tensor, is_text: Tensor | None) -> dict[str, Any]:
+    """The arguments for an encoder's output."""
     # The class with the most attributes: models with experts read some that other classes do not have.
     inputs: dict[str, Any] = {"encoder_outputs": MoEModelOutput(last_hidden_state=hidden)}
     return inputs if is_text is None else {**inputs, "attention_mask": is_text}

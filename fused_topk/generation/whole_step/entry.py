@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from .. import tensor_parallel
 from ..lm_head import sharded_head_of
 from ..statistics import count_reason, count_stock
-from ..tensor_parallel import local_forms
 from . import attention, attribute, given_cache, graphs, norms, parallel, prompts, reasons, traces, trial
 from .beams import Rules
 from .cache import state_layers
-from .choosing import TopKRecord
+from .choosing import Choices, TopKRecord
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
 from .facts import has_table, num_positions, vocab_size_of
@@ -55,11 +55,8 @@ def release(model: Any) -> None:
 
 
 def ready_for(model: Any) -> Ready:
-    """The model's twin and the steps that are kept. Tries the model first if it is new or has changed.
-
-    Raises:
-        Declined: the model cannot be served.
-    """
+    """The model's twin and the steps that are kept. Tries the model first if it is new or has changed, and raises Declined if it cannot
+    be served."""
     with _lock:
         ready = _known(model)
         if ready is None:
@@ -75,11 +72,7 @@ def _known(model: Any) -> Ready | None:
 
 
 def checked(model: Any) -> Ready | None:
-    """What is known of a model whose calls may be served; None where a trial comes first.
-
-    Raises:
-        Declined: no call of the model is served.
-    """
+    """What is known of a model whose calls may be served; None where a trial comes first. Raises Declined where no call is served."""
     with _lock:
         ready = _known(model)
     if ready is not None:
@@ -114,7 +107,8 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
             return _not_ready(reason, snapshot)
     is_taken = False
     try:
-        twin = _twin_of(model, attention.name_for(text_config(model.config)._attn_implementation))
+        own = text_config(model.config)._attn_implementation
+        twin = _twin_of(model, attention.PLAIN if own == "sdpa" else attention.CAPPED)
         norms.take(twin)
         watching.watch(twin)
         is_taken = decoder_of(twin) is Decoder
@@ -155,7 +149,7 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
 def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
     """See twin.twin_of. The twin of a tensor-parallel model has this process's parts of the weights."""
     twin = twin_of(model, attention, is_steady)
-    local_forms.take_parts(model, twin)
+    tensor_parallel.take_parts(model, twin)
     return twin
 
 
@@ -172,10 +166,7 @@ class Loop:
     """What generate() runs, through `custom_generate=`: whole steps, or where these do not serve the call transformers' own loop.
 
     Args:
-        model: whose generate() has been called.
-        ready: what :func:`checked` has given for it.
-        compile: whether steps are to be compiled.
-        streamer: gets the new tokens; None for none.
+        ready: what :func:`checked` has given for the model.
         is_cache_given: whether the user has given a cache, which is to hold what the call reads.
         topk: gets the best tokens of each step; None where nobody asks for them.
     """
@@ -199,8 +190,7 @@ class Loop:
         together = parallel.Together.of(model, functools.partial(drop, model))
         given = (model, input_ids, logits_processor, stopping_criteria, generation_config)
         try:
-            search = self._made_search(*given, inputs, together)
-            return search.run()
+            return self._made_search(given, inputs, together).run()
         except Declined as declined:
             reason = str(declined)
         if self.topk is not None:
@@ -218,20 +208,10 @@ class Loop:
         return result
 
     def _made_search(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        inputs: dict[str, Any],
-        together: parallel.Together | None,
+        self, given: tuple[Any, ...], inputs: dict[str, Any], together: parallel.Together | None
     ) -> Search:
-        """The call, ready to run.
-
-        Raises:
-            Declined: it is not served.
-        """
+        """The call, ready to run. Raises Declined where it is not served. Args: given: the other arguments of :meth:`__call__`."""
+        model, input_ids, logits_processor, stopping_criteria, generation_config = given
         # The model's generate() may have called that of a part.
         ready = self.ready if model is self.model else checked(model)
         decline_for(reasons.of_config(generation_config) or reasons.of_inputs(inputs, model.config.is_encoder_decoder))
@@ -265,21 +245,8 @@ class Loop:
         cache = self._cache(model, input_ids, generation_config, inputs)
         group = None if together is None else together.group
         padding = _padding(ready.twin, input_ids, rules, generation_config)
-        search = Search(
-            ready,
-            prompt,
-            rules,
-            plan,
-            criteria,
-            generation_config,
-            padding,
-            way,
-            self.streamer,
-            cache,
-            only_kept,
-            group,
-            self.topk,
-        )
+        choices = Choices(rules, plan, criteria, generation_config, group, self.topk)
+        search = Search(ready, prompt, choices, padding, way, self.streamer, cache, only_kept)
         if together is not None:
             together.ask(search.told())
             together.is_over = True
@@ -335,11 +302,8 @@ def _prompt(ready: Ready, ids: Tensor, rules: Rules, config: GenerationConfig, i
 
 
 def _lets_positions_grow(twin: Any, prompt: Prompt, rules: Rules) -> bool:
-    """Whether the call may need more positions than the model has, for which only single operations can make its table grow.
-
-    Raises:
-        Declined: the texts may become too long.
-    """
+    """Whether the call may need more positions than the model has, for which only single operations can make its table grow. Raises
+    Declined where the texts may become too long."""
     # The prompt includes the tokens of a given cache.
     most = prompt.is_text.shape[1] + rules.room
     steady = reasons.steady_length(twin.config)

@@ -51,11 +51,7 @@ def new_for(config: Any) -> Any:
 
 
 def reason_against(cache: Any, config: Any) -> str | None:
-    """Why a call cannot add to a cache; None where it can.
-
-    Args:
-        config: of the model.
-    """
+    """Why a call cannot add to a cache; None where it can. Args: config: of the model."""
     parts = [cache]
     if config.is_encoder_decoder:
         if type(cache) is not EncoderDecoderCache:
@@ -71,30 +67,23 @@ def reason_against(cache: Any, config: Any) -> str | None:
         if states and (len(part.layers) <= states[-1] or is_used(part)):
             return "a cache with states that is used, or not of the model"
         for number, layer in enumerate(part.layers):
-            if (type(layer) is STATE_LAYER) != (number in states):
-                return f"a cache with a {type(layer).__name__}"
-            if number in states and not getattr(layer, "record_past", False):
-                continue
-            if type(layer) in (DynamicLayer, _NO_LAYER):
-                continue
-            if type(layer) is not DynamicSlidingWindowLayer or getattr(layer, "record_past", False):
-                return f"a cache with a {type(layer).__name__}"
+            kind = type(layer)
+            kinds = (STATE_LAYER,) if number in states else (DynamicLayer, _NO_LAYER, DynamicSlidingWindowLayer)
+            if kind not in kinds or (kind not in (DynamicLayer, _NO_LAYER) and getattr(layer, "record_past", False)):
+                return f"a cache with a {kind.__name__}"
             own = expected[number] if number < len(expected) else None
-            if layer.sliding_window != getattr(own, "sliding_window", None):
+            windows = {getattr(each, "sliding_window", None) for each in (layer, own)}
+            if kind is DynamicSlidingWindowLayer and len(windows) > 1:
                 return "a cache with windows of another size"
     return None
 
 
 def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past:
-    """What the cache of a model without an encoder holds.
+    """What the used cache of a model without an encoder holds. Raises Declined where this call cannot go on with it.
 
     Args:
-        cache: one that is used.
         rows: of the call, `beams` for each sequence.
         like: a weight of the model.
-
-    Raises:
-        Declined: this call cannot go on with the cache.
     """
     length = int(cache.get_seq_length())
     layers: list[tuple[Tensor, Tensor] | None] = []
@@ -122,12 +111,10 @@ def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past:
 
 
 def fill(cache: Any, decoder: Decoder, prompt: Prompt, parents: Tensor | None, new: int) -> None:
-    """Adds the keys of the tokens that a call has read to a cache.
+    """Adds the keys of the `new` tokens that a call has read to a cache that :func:`reason_against` has no reason against.
 
     Args:
-        cache: one that :func:`reason_against` has no reason against.
         parents: int64 [batch, beams, new + 1 or more], of the beams that went on: see `beams.Hypotheses`; None without beams.
-        new: how many new tokens have been read.
     """
     own = cache
     if isinstance(cache, EncoderDecoderCache):

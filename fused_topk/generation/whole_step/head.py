@@ -15,8 +15,9 @@ from ... import backends, distributed, functional
 from ...backends import cpu as native
 from ...layout import linear_pieces
 from ..lm_head import HeadInput, run_with_head
-from ..tensor_parallel.columns import Columns
-from ..tensor_parallel.local_forms import GatheredLinear
+from ..tensor_parallel import Columns, GatheredLinear
+from . import beams, texts
+from .texts import Texts
 from .twin import twin_of
 
 # With this many multiplications or more the LM head's own kernel is quicker than a product and a choice. Measured for 1 to 32 rows of
@@ -27,14 +28,25 @@ _OPERATIONS = 1 << 22
 _LEAST_HIDDEN_SIZE = 128
 
 
+class Logits:
+    """A choice from logits, with the methods of a :class:`Head`."""
+
+    @staticmethod
+    def greatest(logits: Tensor, mask: Tensor | None) -> Tensor:
+        return functional.topk(logits, 1, mask=mask).indices.squeeze(1)
+
+    @staticmethod
+    def continuations(logits: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        of_beams = logits.view(*beam_scores.shape, -1)
+        mask = None if mask is None else mask.view(*beam_scores.shape, -1)
+        return functional.beam_topk(of_beams, beam_scores, k, mask=mask, normalize="all")[:2]
+
+
 class Head:
     """A whole LM head on a CPU, whose kernel keeps no logits. Other kernels keep them, so nothing is gained there.
 
-    Its weights are those that the module has now: else they would live on where a user replaces them.
-
-    Args:
-        headless: the rest of its model.
-        module: the head itself.
+    Its weights are those that the module has now: else they would live on where a user replaces them. `headless` is the rest of its
+    model.
     """
 
     def __init__(self, headless: Any, module: Any) -> None:
@@ -59,25 +71,12 @@ class Head:
         return rows * weight.numel() >= _OPERATIONS and weight.shape[1] >= _LEAST_HIDDEN_SIZE
 
     def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """int64 [R]: the token of the greatest logit of each row.
-
-        Args:
-            hidden: [R, H].
-            mask: int32 [R, W], which tokens may be chosen; None for all.
-        """
+        """int64 [R]: the token of the greatest logit of each row, of those that the mask int32 [R, W] allows."""
         return functional.linear_topk(hidden, self.module.weight, 1, self.module.bias, mask=mask).indices.squeeze(1)
 
     def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The k best continuations of each sequence, ordered as :func:`fused_topk.beam_topk` does.
-
-        Args:
-            hidden: [batch * beams, H].
-            beam_scores: float32 [batch, beams].
-            mask: int32 [batch * beams, W], which tokens may come next; None for all.
-
-        Returns:
-            Accumulated log-probabilities float32 [batch, k], best first, and int64 [batch, k], beam * V + token.
-        """
+        """The k best continuations of each sequence, in the order of :func:`fused_topk.beam_topk`: their accumulated log-probabilities
+        float32 [batch, k], and int64 [batch, k], beam * V + token. Args: mask: int32 [batch * beams, W]."""
         batch, beams = beam_scores.shape
         vocab_size = self.vocab_size
         best = functional.linear_log_softmax_topk(
@@ -134,12 +133,26 @@ class HeadOfColumns(Head):
         return None if mask is None else self.columns.of_mask(mask)
 
 
-def head_of(twin: Any, inputs: dict[str, Any]) -> Head | None:
-    """The twin's LM head; None where logits are more than its product.
+def choose(
+    head: Head | None, state: Any, constants: Any, read: Tensor, mask: Tensor | None, step: Tensor, are_last: Tensor
+) -> Any:
+    """The state after the choice of one more token from hidden states [rows, H], without a head from logits [rows, V].
 
     Args:
-        inputs: inputs of the model to try it on.
+        mask: int32 [batch, beams, W], or [batch, W] without beams: which tokens may come next; None for all.
+        step, are_last: see :class:`choosing.Place`.
     """
+    by = head or Logits
+    if isinstance(state, Texts):
+        return texts.choose_tokens(state, constants, by.greatest(read, mask), step, are_last)
+    mask = None if mask is None else mask.flatten(0, 1)
+    scores, indices = by.continuations(read, state.running.scores, len(constants.is_best), mask)
+    vocab_size = read.shape[-1] if head is None else head.vocab_size
+    return beams.choose(state, constants, scores, indices, vocab_size, step, are_last)
+
+
+def head_of(twin: Any, inputs: dict[str, Any]) -> Head | None:
+    """The twin's LM head, tried on these inputs; None where logits are more than its product."""
     head = twin.get_output_embeddings()
     inputs = {**inputs, "use_cache": False}
     if isinstance(head, GatheredLinear):

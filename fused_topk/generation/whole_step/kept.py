@@ -26,17 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import functional
-from ..tensor_parallel.group import all_say
 from . import graphs, layers
-from .beams import choose
 from .compiled import Codes, OneGraph
 from .decoder import Decoder
-from .head import Head
+from .head import Head, choose
+from .parallel import all_say
 from .reasons import raise_if_from_a_signal, said_by
 from .row_form import decoder_of
 from .shape import Shape
-from .texts import Texts, choose_tokens
+from .texts import Texts
 
 logger = logging.getLogger("fused_topk.generation")
 
@@ -70,16 +68,8 @@ class KeptStep:
             # The choice is no part of the step.
             for_steps = head.headless
         self._group = group
-        self.decoder = decoder_of(twin)(
-            twin,
-            shape.batch,
-            shape.prompt,
-            shape.beams,
-            device,
-            shape.source,
-            is_kept=True,
-            for_steps=for_steps,
-        )
+        of_shape = shape.batch, shape.prompt, shape.beams, device, shape.source
+        self.decoder = decoder_of(twin)(twin, *of_shape, is_kept=True, for_steps=for_steps)
         self.shape = shape
         self.count = torch.ones(1, dtype=torch.int64, device=device)
         self.last = torch.zeros(1, dtype=torch.int64, device=device)
@@ -148,12 +138,8 @@ class KeptStep:
         self.last.fill_(last)
 
     def advance(self, mask: Tensor | None = None, by_operations: bool = False) -> None:
-        """Goes on by one token.
-
-        Args:
-            by_operations: whether to run one operation after another, because the step could not be made.
-            mask: int32 [batch, beams, W], or [batch, W] without beams: which tokens it may be; None for any.
-        """
+        """Goes on by one token, which the mask allows: int32 [batch, beams, W], or [batch, W] without beams. Args: by_operations: whether
+        to run one operation after another, because the step could not be made."""
         if mask is not None:
             if self._mask is None:
                 self._mask = torch.empty_like(mask)
@@ -217,32 +203,32 @@ class KeptStep:
 
     def _make(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         """Makes and keeps what runs the function on the arguments. The function has then run at least once."""
-        started = time.perf_counter()
-        number = len(self._codes)
-        run = self._made(kind, function, args)
-        if self.shape.way.is_captured or len(self._codes) > number:
-            self._tell(time.perf_counter() - started)
-        self._runs[kind, self._size] = run
-        return run
-
-    def _made(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
+        shape, started, number = self.shape, time.perf_counter(), len(self._codes)
         run: Callable[[], Any]
         try:
-            if not self.shape.way.is_captured:
+            if shape.way.is_captured:
+                bound = graphs.Bound(function, args)
+                bound()
+                self._graphs.append(self._captured(bound))
+                run = self._graphs[-1].replay
+            else:
                 self.decoder.let_sizes_vary(*args[1:])
-                of_code = self.shape.of_code(self.decoder.shares_code)
+                of_code = shape.of_code(self.decoder.shares_code)
                 run = OneGraph(self._codes.of(function, (of_code, self.head is None)), args)
                 run()
-                return run
-            run = graphs.Bound(function, args)
-            run()
-            graph = self._captured(run)
         # An error of torch.compile, of the C++ compiler, or of the capture. Whatever it is, the call runs without.
         except Exception as error:
             raise_if_from_a_signal(error)
-            raise NotKept(f"a step that is to be {self.shape.way} raises {said_by(error)}") from error
-        self._graphs.append(graph)
-        return graph.replay
+            raise NotKept(f"a step that is to be {shape.way} raises {said_by(error)}") from error
+        if shape.way.is_captured or len(self._codes) > number:
+            # To compile takes long, so the user should know why. A capture is quick.
+            logger.log(
+                logging.WARNING if shape.way.is_compiled else logging.INFO,
+                "fused_topk: a step of %d x %d beams, with up to %d + %d tokens, was %s in %.1f s, for later calls, too",
+                *(shape.batch, shape.beams, shape.prompt, self._size, shape.way, time.perf_counter() - started),
+            )
+        self._runs[kind, self._size] = run
+        return run
 
     def _captured(self, run: Callable[[], Any]) -> graphs.Graph:
         """A graph of the run. For a tensor-parallel model all processes have one, or all raise."""
@@ -257,20 +243,6 @@ class KeptStep:
             raise error or AssertionError("a graph or an error")
         return graph
 
-    def _tell(self, seconds: float) -> None:
-        shape = self.shape
-        # To compile takes long, so the user should know why. A capture is quick.
-        logger.log(
-            logging.WARNING if shape.way.is_compiled else logging.INFO,
-            "fused_topk: a step of %d x %d beams, with up to %d + %d tokens, was %s in %.1f s, for later calls, too",
-            shape.batch,
-            shape.beams,
-            shape.prompt,
-            self._size,
-            shape.way,
-            seconds,
-        )
-
 
 def _advance(
     decoder: Decoder,
@@ -282,29 +254,11 @@ def _advance(
     last: Tensor,
     shown: Tensor,
 ) -> None:
-    before, are_last = step - 1, step >= last
-    after: Any
-    if isinstance(state, Texts):
-        args = state.tokens.index_select(1, before), None, before, shown.shape[0]
-        if head is None:
-            chosen = functional.topk(decoder.read(*args), 1, mask=mask).indices.squeeze(1)
-        else:
-            chosen = head.greatest(decoder.read_by(head.headless, *args), mask)
-        after = choose_tokens(state, constants, chosen, step, are_last)
-    else:
-        tokens = state.running.tokens.index_select(2, before).squeeze(2)
-        args = tokens, state.running.parents, before, shown.shape[0]
-        beams, kept = tokens.shape[1], constants.is_best.shape[0]
-        if head is None:
-            logits = decoder.read(*args)
-            vocab_size = logits.shape[-1]
-            of_beams = logits.view(-1, beams, vocab_size)
-            scores, indices, _ = functional.beam_topk(of_beams, state.running.scores, kept, mask=mask, normalize="all")
-        else:
-            vocab_size, states = head.vocab_size, decoder.read_by(head.headless, *args)
-            mask = None if mask is None else mask.flatten(0, 1)
-            scores, indices = head.continuations(states, state.running.scores, kept, mask)
-        after = choose(state, constants, scores, indices, vocab_size, step, are_last)
+    before, texts = step - 1, state if isinstance(state, Texts) else state.running
+    tokens, parents = texts.tokens.index_select(-1, before).squeeze(-1), getattr(texts, "parents", None)
+    twin = decoder.for_steps if head is None else head.headless
+    read = decoder.read_by(twin, tokens, parents, before, shown.shape[0])
+    after = choose(head, state, constants, read, mask, step, step >= last)
     step.add_(state.goes_on)
     _write(state, unless_over(state, after))
 

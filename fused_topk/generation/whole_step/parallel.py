@@ -18,12 +18,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ...distributed.collective import all_gather
+from .. import tensor_parallel
 from ..lm_head import sharded_head_of
-from ..tensor_parallel import local_forms
-from ..tensor_parallel.columns import Columns
-from ..tensor_parallel.group import all_say
+from ..tensor_parallel import Columns
 from .criteria import Criteria
 from .given_cache import cache_of, is_used
 from .plan import Plan
@@ -34,13 +35,7 @@ _REFUSED = 0
 
 
 class Together:
-    """The processes of a tensor-parallel model, in one call.
-
-    Args:
-        columns: those of this process's LM head.
-        device: of the model.
-        forget: drops what is kept of the model.
-    """
+    """The processes of a tensor-parallel model, in one call. Args: forget: drops what is kept of the model."""
 
     def __init__(self, columns: Columns, device: torch.device, forget: Callable[[], None]) -> None:
         self._columns, self._device, self._forget = columns, device, forget
@@ -51,7 +46,7 @@ class Together:
     def of(model: Any, forget: Callable[[], None]) -> Together | None:
         """None for a model that is not tensor-parallel, or whose processes cannot ask each other."""
         head: Any = sharded_head_of(model)
-        part = None if head is None else local_forms.part_of(head)
+        part = None if head is None else tensor_parallel.part_of(head)
         return None if part is None else Together(part.columns, head.weight.device, forget)
 
     @property
@@ -59,13 +54,10 @@ class Together:
         return self._columns.group
 
     def ask(self, what: str) -> None:
-        """Asks the other processes whether they go on in the same way. A collective.
+        """Asks the other processes whether they go on in the same way. A collective, after which all raise Declined if one does not.
 
         Args:
             what: a text of all that the collectives to come depend on.
-
-        Raises:
-            Declined: on all processes, if one does not.
         """
         everyone = self._told(int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little") + 1)
         if len(everyone) > 1:
@@ -113,3 +105,17 @@ def reason_against(plan: Plan, criteria: Criteria, inputs: Mapping[str, Any]) ->
     if unknown:
         return f"model input {unknown[0]} of a tensor-parallel model"
     return "a cache that has been used, of a tensor-parallel model" if is_used(cache_of(inputs)) else None
+
+
+def all_say(is_so: bool, device: torch.device, group: Any) -> bool:
+    """Whether `is_so` is true on all processes. A collective, which waits for the device."""
+    return bool(all_gather(torch.tensor([[int(is_so)]], device=device), group).all())
+
+
+def of_first(tensor: Tensor, group: Any) -> Tensor:
+    """The first process's tensor, whose shape is the same on all processes; without a group the tensor itself. A collective."""
+    if group is None:
+        return tensor
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+    return tensor

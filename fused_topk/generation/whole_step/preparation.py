@@ -39,17 +39,8 @@ _lock = threading.Lock()
 
 
 def prepared(model: Any, ids: Tensor, is_text: Tensor, inputs: Mapping[str, Any]) -> Prepared:
-    """Asks a model what it prepares for a prompt, and for the first two steps after it.
-
-    Args:
-        model: the twin of the model, because a preparation may change attributes.
-        ids: int64 [rows, length], the prompt.
-        is_text: bool [rows, length], False where it is padding.
-        inputs: what transformers' loop would hand to the model's preparation.
-
-    Raises:
-        Declined: steps get something else.
-    """
+    """What a model prepares for a prompt, given what transformers' loop would hand on, and for the first two steps after it. Raises
+    Declined where steps get something else. Args: model: the twin of the model, because a preparation may change attributes."""
     try:
         with _lock:
             of_prompt, *of_steps = _asked(model, ids, dict(inputs))
@@ -78,19 +69,14 @@ def _asked(model: Any, ids: Tensor, inputs: dict[str, Any]) -> list[dict[str, An
     found = [dict(model.prepare_inputs_for_generation(ids, **is_first, **inputs))]
     for _ in range(2):
         output: Any = ModelOutput()  # type: ignore[no-untyped-call]
-        output[cache_argument(model)] = _cache_of(ids)
+        # A cache that holds as many tokens as the texts.
+        output[cache_argument(model)] = cache = DynamicCache()
+        states = torch.zeros(1, 1, ids.shape[1], 1, device=ids.device)
+        cache.update(states, states, 0)
         inputs = dict(model._update_model_kwargs_for_generation(output, inputs, is_encoder_decoder=False))
         ids = torch.cat([ids, ids[:, -1:]], 1)
         found.append(dict(model.prepare_inputs_for_generation(ids, **one_token, **inputs)))
     return found
-
-
-def _cache_of(ids: Tensor) -> Any:
-    """A cache that holds as many tokens as the texts `ids`."""
-    cache = DynamicCache()
-    states = torch.zeros(1, 1, ids.shape[1], 1, device=ids.device)
-    cache.update(states, states, 0)
-    return cache
 
 
 def _of_step(model: Any, inputs: dict[str, Any], is_text: Tensor, number: int) -> Tensor | None:

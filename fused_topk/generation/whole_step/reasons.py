@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .. import tensor_parallel
 from ..lm_head import sharded_head_of
-from ..tensor_parallel import local_forms
 from .facts import arguments_of, vocab_size_of
 
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -69,13 +69,13 @@ _OF_OTHER_MODES = (
     "force_words_ids",
     "num_beam_groups",
 )
-# The four modes.
-_MODES = (
-    GenerationMode.GREEDY_SEARCH,
-    GenerationMode.SAMPLE,
-    GenerationMode.BEAM_SEARCH,
-    GenerationMode.BEAM_SAMPLE,
-)
+# The four modes, and the method by which transformers runs each.
+_LOOPS = {
+    GenerationMode.GREEDY_SEARCH: "_sample",
+    GenerationMode.SAMPLE: "_sample",
+    GenerationMode.BEAM_SEARCH: "_beam_search",
+    GenerationMode.BEAM_SAMPLE: "_beam_search",
+}
 # The inputs that a loop may hand to a decoder alone, and to an encoder-decoder.
 _INPUTS = {
     "attention_mask",
@@ -166,12 +166,8 @@ _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 def of_arguments(
     model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], asked: Asked
 ) -> str | None:
-    """Why these arguments of generate() are not served; None if they are.
-
-    Args:
-        generate: the model's method, or the function that the user has put in its place.
-        asked: what else is known of the call.
-    """
+    """Why these arguments of generate() are not served; None if they are. Args: generate: the model's method, or the function that the
+    user has put in its place."""
     # After the inputs and the configuration, arguments are known by name only.
     if len(args) > 2:
         return "generate() with three positional arguments or more"
@@ -217,7 +213,7 @@ def of_model(model: Any) -> str | None:
     if sharded_head_of(model) is not None:
         if model.config.is_encoder_decoder or prepares_itself(model):
             return "a tensor-parallel model that is more than a decoder of text"
-        decline = local_forms.reason_against(model)
+        decline = tensor_parallel.reason_against(model)
         if decline is not None:
             return decline
     if getattr(model, "hf_quantizer", None) is not None:
@@ -232,18 +228,14 @@ def of_model(model: Any) -> str | None:
     return _of_modules(model) or _of_config(model.config) or _of_attention(model.config) or _of_caches()
 
 
-def _is_of_transformers(function: Any) -> bool:
-    """Whether a function is code of transformers itself, whatever name it has been given."""
-    code = getattr(function, "__code__", None)
-    return code is not None and Path(code.co_filename).is_relative_to(_FOLDER)
-
-
 def _of_attention(config: Any) -> str | None:
     # Our attention stands for that of transformers. A function of the user's may do anything, and may count its calls.
     for each in (config, config.get_text_config(decoder=True)):
         name = getattr(each, "_attn_implementation", None)
         function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
-        if function is not None and not _is_of_transformers(function):
+        # The code of transformers itself, whatever name it has been given.
+        code = getattr(function, "__code__", None)
+        if function is not None and (code is None or not Path(code.co_filename).is_relative_to(_FOLDER)):
             return f"attention of your own, {name}"
     return None
 
@@ -294,7 +286,7 @@ def _of_modules(model: nn.Module) -> str | None:
         if state.get("_compiled_call_impl") is not None:
             return "a compiled model"
         is_replaced = "forward" in state and not _is_own(module, "forward") and not _is_trls(module)
-        if is_replaced and not local_forms.has_known_forward(module):
+        if is_replaced and not tensor_parallel.has_known_forward(module):
             return f"forward() of a {type(module).__name__} that has been replaced"
         for hooks in _HOOKS:
             for hook in state[hooks].values():
@@ -380,17 +372,13 @@ def _rotary_kinds(parameters: Any) -> set[str]:
 
 def loop_of(config: GenerationConfig) -> str | None:
     """The name of the method by which transformers runs a call with this configuration; None for other modes than the four."""
-    mode: GenerationMode = config.get_generation_mode()
-    if mode not in _MODES:
-        return None
-    return "_beam_search" if mode in _MODES[2:] else "_sample"
+    return _LOOPS.get(config.get_generation_mode())
 
 
 def of_config(config: GenerationConfig) -> str | None:
     """Why a call with this configuration, as a loop gets it, is not served; None if it is."""
-    mode: GenerationMode = config.get_generation_mode()
-    if mode not in _MODES:
-        return f"generation mode {mode.value}"
+    if loop_of(config) is None:
+        return f"generation mode {config.get_generation_mode().value}"
     for name in ("cache_implementation", "prefill_chunk_size", "stop_strings"):
         if getattr(config, name, None) is not None:
             return name
@@ -435,11 +423,8 @@ def unknown_inputs(inputs: Mapping[str, Any], has_source: bool) -> list[str]:
 
 
 def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
-    """Why the inputs that a loop hands to the model are not served; None if they are.
-
-    Args:
-        has_source: whether it is an encoder-decoder. Any other model may get more inputs: it is asked what it makes of them.
-    """
+    """Why the inputs that a loop hands to the model are not served; None if they are. A model without an encoder may get more inputs: it
+    is asked what it makes of them."""
     unknown = unknown_inputs(inputs, has_source)
     if has_source and unknown:
         return f"model input {unknown[0]}"

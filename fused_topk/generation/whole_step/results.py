@@ -56,15 +56,7 @@ def of_beams(
     has_source: bool,
     cache: Any,
 ) -> Any:
-    """The best texts of each sequence.
-
-    Args:
-        prompt: int64 [batch, length].
-        has_source: whether the model is an encoder-decoder.
-        ended: the best of each sequence, best first.
-        fill: the token after the end of a text.
-        cache: of transformers, for the user's next call.
-    """
+    """The result of a beam search, with the best texts of each sequence. Args: fill: the token after the end of a text."""
     batch, beams = ended.scores.shape
     count = config.num_return_sequences
     scores, tokens, parents = (each[:, :count].flatten(0, 1) for each in ended)

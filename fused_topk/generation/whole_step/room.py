@@ -17,11 +17,7 @@ MORE = 16
 
 
 def rounded_up(length: int, least: int = 16) -> int:
-    """The length rounded up to 16, 24, 32, 48, 64, and so on: to less than half as much again, from 16 on.
-
-    Args:
-        least: the first of them, a power of two.
-    """
+    """The length rounded up to `least`, a power of two, or to 1.5, 2, 3, 4, 6, ... times that: to less than half as much again."""
     size = least
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -34,9 +30,6 @@ def at_first(most: int, is_kept: bool) -> int:
 
 
 def after(size: int, most: int, spare: int | None) -> int:
-    """The next room, where that for `size` tokens is full.
-
-    Args:
-        spare: how many tokens there may be room for beside the next one; None for a step that is kept.
-    """
+    """The next room, where that for `size` tokens is full. Args: spare: how many tokens there may be room for beside the next one; None
+    for a step that is kept."""
     return min(2 * size if spare is None else size + min(1 + spare, MORE), most)

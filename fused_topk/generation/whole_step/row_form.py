@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import MoEModelOutput
 
 from . import attention
 from .ancestry import written_places
 from .cache import Places, SharedPromptLayer
-from .decoder import Decoder
+from .decoder import Decoder, source_inputs
 from .twin import text_config
 
 
@@ -87,10 +86,12 @@ class RowDecoder(Decoder):
         places.num_read = places.prompt + (step.squeeze(0) if self._is_kept else shown - 1)
         extra: dict[str, Any] = {}
         if self._of_source:
-            hidden = self._of_source["encoder_outputs"].last_hidden_state
-            extra["encoder_outputs"] = MoEModelOutput(last_hidden_state=hidden[:1].expand(len(hidden) * beams, -1, -1))
-        if "attention_mask" in self._of_source:
-            extra["attention_mask"] = self._of_source["attention_mask"].repeat_interleave(beams, 0)
+            hidden, is_text = (
+                self._of_source["encoder_outputs"].last_hidden_state,
+                self._of_source.get("attention_mask"),
+            )
+            is_text = None if is_text is None else is_text.repeat_interleave(beams, 0)
+            extra = source_inputs(hidden[:1].expand(len(hidden) * beams, -1, -1), is_text)
         if "cache_position" in self._arguments:
             extra["cache_position"] = step + places.prompt
         return self._forward(twin, tokens, mask, self._last_positions + (step + 1), **extra)

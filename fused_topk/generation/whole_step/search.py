@@ -7,25 +7,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from ..statistics import count_reason, count_whole
 from . import beams, draws, graphs, room, texts
-from .beams import Beams, Rules
-from .choosing import Choices, Place, TopKRecord
-from .criteria import Criteria
+from .beams import Beams
+from .choosing import Choices, Place
 from .decoder import Decoder, Prompt
 from .given_cache import fill
 from .head import Head
 from .kept import KeptStep, NotKept, unless_over
-from .plan import Plan
+from .plan import Walk
 from .prompts import Ready
 from .reasons import Declined
 from .results import KeptOutputs, of_beams, of_texts
 from .row_form import decoder_of
 from .shape import Shape, Way, most_room
 from .texts import Texts
-from .walk import Walk
 
 
 class Search(NamedTuple):
@@ -33,10 +30,7 @@ class Search(NamedTuple):
 
     ready: Ready
     prompt: Prompt
-    rules: Rules
-    plan: Plan
-    criteria: Criteria
-    config: GenerationConfig
+    choices: Choices
     # The token after the end of a text; None where texts go on until all have ended.
     padding: int | None
     # How the steps of this call are made; None where none is kept.
@@ -47,29 +41,25 @@ class Search(NamedTuple):
     cache: Any
     # Whether the call is served only if its steps can be kept.
     only_kept: bool
-    # The processes of a tensor-parallel model, which all go on with the choices of the first; None for any other model.
-    group: Any
-    # Gets the best tokens of each step; None where nobody asks for them.
-    topk: TopKRecord | None
 
     def told(self) -> str:
         """A text of all that decides which collectives of a tensor-parallel model run, and when texts end."""
         prompt, way = self.prompt, self.way
-        shape = None if way is None else Shape.of(prompt, self.rules, way)
-        config = {name: value for name, value in self.config.to_dict().items() if not name.startswith("_")}
+        shape = None if way is None else Shape.of(prompt, self.choices.rules, way)
+        config = {name: value for name, value in self.choices.config.to_dict().items() if not name.startswith("_")}
         of_call = [
             prompt.is_text.shape,
             prompt.read.shape,
             prompt.longest,
-            self.rules,
+            self.choices.rules,
             self.padding,
-            self.criteria.max_length,
-            [type(each).__qualname__ for each in self.plan.processors],
+            self.choices.criteria.max_length,
+            [type(each).__qualname__ for each in self.choices.plan.processors],
             self.ready.head is None,
             self.cache is None,
             self.only_kept,
             # With a record a choice needs logits.
-            self.topk is None,
+            self.choices.topk is None,
             sorted(config.items()),
         ]
         # Each process has a device of its own, so the device is left out.
@@ -77,11 +67,7 @@ class Search(NamedTuple):
         return repr((of_call, of_kept))
 
     def run(self) -> Any:
-        """What generate() returns.
-
-        Raises:
-            Declined: a step turned out to need the stock operations.
-        """
+        """What generate() returns. Raises Declined where a step turns out to need the stock operations."""
         result = self._run_by_some_way()
         if self.streamer is not None:
             self.streamer.end()
@@ -96,17 +82,20 @@ class Search(NamedTuple):
                 if self.only_kept and way is ways[-1]:
                     raise Declined(str(error)) from error
                 count_reason(str(error))
-        head = self._head_alone()
-        return self._run(self._decoder(head), None, self.rules.room, head)
+        head, (batch, length), source = self._head_alone(), self.prompt.is_text.shape, self.prompt.source
+        places = None if source is None else source.hidden.shape[1]
+        twin = self.ready.twin if head is None else head.headless
+        decoder = decoder_of(twin)(twin, batch, length, self.choices.rules.beams, self.prompt.ids.device, places)
+        return self._run(decoder, None, self.choices.rules.room, head)
 
     @property
     def _is_late(self) -> bool:
         """Whether the host knows the result of a step only some steps later."""
-        asks_host = self.plan.asks_host or self.criteria.ask_host
+        asks_host = self.choices.plan.asks_host or self.choices.criteria.ask_host
         return graphs.is_cuda(self.prompt.ids.device) and not asks_host
 
     def _end_flag(self) -> graphs.EndFlag:
-        return graphs.EndFlag(self._is_late, None if self.streamer is None else self.streamer.put, self.group)
+        return graphs.EndFlag(self._is_late, None if self.streamer is None else self.streamer.put, self.choices.group)
 
     def _streamed(self, state: Any, token: int) -> Tensor | None:
         """The token that a streamer gets; None where there is no streamer."""
@@ -115,34 +104,34 @@ class Search(NamedTuple):
     # All of a step at once.
 
     def _run_kept(self, way: Way) -> Any:
-        ready, shape = self.ready, Shape.of(self.prompt, self.rules, way)
-        with ready.store.step(ready.twin, ready.head, shape, self.group) as step:
+        ready, shape = self.ready, Shape.of(self.prompt, self.choices.rules, way)
+        with ready.store.step(ready.twin, ready.head, shape, self.choices.group) as step:
             # A step with a mask, which follows the texts from the first new token on.
-            constraint = self.plan.constraint
+            constraint = self.choices.plan.constraint
             if constraint is not None and constraint.begin_index > self.prompt.ids.shape[1]:
                 constraint = None
             reads_logits = (
-                len(self.plan.processors) > (constraint is not None)
+                len(self.choices.plan.processors) > (constraint is not None)
                 or self._needs_logits
                 # A step without the LM head chooses on each process by itself.
-                or (self.group is not None and step.head is None)
+                or (self.choices.group is not None and step.head is None)
             )
             if way.is_captured and not reads_logits:
                 return self._run_at_once(step, way, constraint)
             head, walk = None if way.is_captured else step.head, None
             if head is not None and constraint is not None and not reads_logits:
-                walk = Walk(constraint, self.prompt.ids, self.rules.beams, head.vocab_size)
-            return self._run(step, way, most_room(self.rules), head, reads_logits, walk)
+                walk = Walk(constraint, self.prompt.ids, self.choices.rules.beams, head.vocab_size)
+            return self._run(step, way, most_room(self.choices.rules), head, reads_logits, walk)
 
     def _run_at_once(self, step: KeptStep, way: Way, constraint: Any) -> Any:
-        ids, rules = self.prompt.ids, self.rules
+        ids, rules = self.prompt.ids, self.choices.rules
         length, most = ids.shape[1], most_room(rules)
-        last = min(rules.room, self.criteria.max_length - length) - 1
+        last = min(rules.room, self.choices.criteria.max_length - length) - 1
         size = step.open(room.at_first(most, True))
         state, constants = self._first(size, last + 1)
         logits = step.decoder.read_prompt(self.prompt)
-        place = Place.of(0, self.criteria.end_all(ids, length + 1), ids.device)
-        state = self._choices.after(state, constants, logits, ids, 0, place)
+        place = Place.of(0, self.choices.criteria.end_all(ids, length + 1), ids.device)
+        state = self.choices.after(state, constants, logits, ids, 0, place)
         step.begin(state, constants, last)
         flag = self._end_flag()
         walk = None if constraint is None else Walk(constraint, ids, rules.beams, logits.shape[-1])
@@ -154,7 +143,7 @@ class Search(NamedTuple):
                 if not flag.now(step.state.goes_on):
                     break
                 size = step.open(room.after(size, most, None))
-            if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
+            if self.choices.criteria.have_clocks and self.choices.criteria.end_all(ids, length + token + 1):
                 step.last.fill_(token)
             mask = None if walk is None else walk.mask_after(step.state, token - 1)
             try:
@@ -173,7 +162,7 @@ class Search(NamedTuple):
             raise Declined("NaN among the scores")
         steps = int(step.count)
         count_whole(steps, way.is_compiled, way.is_captured)
-        return self._result(step, step.state, steps, KeptOutputs.asked_for(self.config))
+        return self._result(step, step.state, steps, KeptOutputs.asked_for(self.choices.config))
 
     # The forward pass and the choice apart.
 
@@ -193,18 +182,18 @@ class Search(NamedTuple):
         reads_logits: whether the choice needs logits where there is a head.
         walk: gives the masks of the choices of a head after the first; None where there are none.
         """
-        ids, rules = self.prompt.ids, self.rules
+        ids, rules = self.prompt.ids, self.choices.rules
         length = ids.shape[1]
-        kept = KeptOutputs.asked_for(self.config)
+        kept = KeptOutputs.asked_for(self.choices.config)
         size = reader.open(room.at_first(most, way is not None))
         state, constants = self._first(size, rules.room)
-        is_late, flag, choices = self._is_late, self._end_flag(), self._choices
+        is_late, flag, choices = self._is_late, self._end_flag(), self.choices
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
         logits = reader.decoder.read_prompt(self.prompt)
         counted = way
-        in_vain = draws.InVain(ids.device) if is_late and self.config.do_sample else None
+        in_vain = draws.InVain(ids.device) if is_late and self.choices.config.do_sample else None
         for step in range(rules.room):
-            ends_now = self.criteria.end_all(ids, length + step + 1)
+            ends_now = self.choices.criteria.end_all(ids, length + step + 1)
             place = Place.of(step, ends_now, ids.device)
             is_logits = head is None or (step == 0 and way is not None)
             if head is not None and not is_logits and reads_logits:
@@ -245,31 +234,32 @@ class Search(NamedTuple):
         count = int(steps) if is_late else step + 1
         if in_vain is not None:
             in_vain.take_back(count)
-        if self.topk is not None:
-            del self.topk.steps[count:]
+        if self.choices.topk is not None:
+            del self.choices.topk.steps[count:]
         count_whole(count, counted is not None and counted.is_compiled, counted is not None and counted.is_captured)
         return self._result(reader, state, count, kept)
-
-    @property
-    def _choices(self) -> Choices:
-        return Choices(self.rules, self.plan, self.criteria, self.config, self.group, self.topk)
 
     def _note(self, error: NotKept, way: Way | None) -> None:
         assert way is not None
         count_reason(str(error))
-        self.ready.store.note(Shape.of(self.prompt, self.rules, way), str(error))
+        self.ready.store.note(Shape.of(self.prompt, self.choices.rules, way), str(error))
 
     @property
     def _needs_logits(self) -> bool:
         """Whether something else than processors needs the logits of a step."""
-        is_asked_for = any(each is not None for each in KeptOutputs.asked_for(self.config))
-        return bool(self.config.do_sample or self.criteria.read_text or self.topk is not None or is_asked_for)
+        is_asked_for = any(each is not None for each in KeptOutputs.asked_for(self.choices.config))
+        return bool(
+            self.choices.config.do_sample
+            or self.choices.criteria.read_text
+            or self.choices.topk is not None
+            or is_asked_for
+        )
 
     def _head_alone(self) -> Head | None:
         """The LM head, if steps that are not kept are to choose from hidden states; None where they need logits."""
-        rules, head = self.rules, self.ready.head
+        rules, head = self.choices.rules, self.ready.head
         reads_logits = (
-            self.plan.processors
+            self.choices.plan.processors
             or self._needs_logits
             # A model may keep what it has prepared as attributes of the twin, which the twin without a head does not have.
             or self.prompt.inputs is not None
@@ -279,20 +269,9 @@ class Search(NamedTuple):
             return None
         return head if head.serves(rows, 1 if rules.beams == 1 else rules.kept) else None
 
-    def _decoder(self, head: Head | None) -> Decoder:
-        (batch, length), source = self.prompt.is_text.shape, self.prompt.source
-        places = None if source is None else source.hidden.shape[1]
-        twin = self.ready.twin if head is None else head.headless
-        return decoder_of(twin)(twin, batch, length, self.rules.beams, self.prompt.ids.device, places)
-
     def _first(self, size: int, longest: int) -> tuple[Any, Any]:
-        """The state before the first token, and the constants of the choices.
-
-        Args:
-            size: for how many tokens the state has room.
-            longest: how many there may be.
-        """
-        ids, rules = self.prompt.ids, self.rules
+        """The state before the first token, with room for `size` tokens, and the constants of the choices of at most `longest`."""
+        ids, rules = self.prompt.ids, self.choices.rules
         if rules.beams == 1:
             constants = texts.TextConstants.of(rules, self.padding, ids.device)
             return texts.at_first(len(ids), size, ids.device), constants
@@ -306,6 +285,6 @@ class Search(NamedTuple):
             fill(cache, reader.decoder, self.prompt, parents, steps - 1)
         kept = kept.of_first(steps)
         if isinstance(state, Texts):
-            return of_texts(ids, state.tokens[:, :steps], kept, self.config, has_source, cache)
+            return of_texts(ids, state.tokens[:, :steps], kept, self.choices.config, has_source, cache)
         padding = -1 if self.padding is None else self.padding
-        return of_beams(ids, state.ended, padding, kept, self.config, has_source, cache)
+        return of_beams(ids, state.ended, padding, kept, self.choices.config, has_source, cache)

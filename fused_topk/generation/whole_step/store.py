@@ -36,17 +36,11 @@ class Store:
 
     @contextmanager
     def step(self, twin: Any, head: Head | None, shape: Shape, group: Any = None) -> Iterator[KeptStep]:
-        """Lends one call the step of a shape.
-
-        Args:
-            group: of the processes of a tensor-parallel model.
-
-        Raises:
-            NotKept: another call uses the step, or earlier calls could not make it.
-        """
+        """Lends one call the step of a shape. Raises NotKept where another call uses it, or earlier calls could not make it."""
         with self._lock:
             failures, reason = self._failed.get(shape, (0, ""))
-            if failures >= _tries(shape):
+            # Another thread may have broken a capture. To compile takes too long to try it again.
+            if failures >= (1 if shape.way.is_compiled else 2):
                 raise NotKept(reason)
             if shape in self._used:
                 raise NotKept("another call of the same shape runs")
@@ -93,11 +87,6 @@ class Store:
                 len(self._kept) > 1 and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES
             ):
                 self._kept.popitem(last=False)
-
-
-def _tries(shape: Shape) -> int:
-    """How often the step of a shape is tried. Another thread may have broken a capture. To compile takes too long to try it again."""
-    return 1 if shape.way.is_compiled else 2
 
 
 @atexit.register

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_outputs import MoEModelOutput
 
 from . import graphs, layers
 from .cache import WITH_KEYS, state_layers
-from .decoder import Decoder, Prompt, Source, positions_of
+from .decoder import Decoder, Prompt, Source, positions_of, source_inputs
 from .facts import cache_argument, num_layers, vocab_size_of
 from .given_cache import past_of
 from .head import Head, head_of
@@ -74,11 +73,8 @@ def reason_against_layers(twin: Any, stock: Any) -> str | None:
 
 
 def reason_against_parts(local: Any, model: Any) -> str | None:
-    """Why a tensor-parallel model's modules cannot compute with plain tensors; None where they can. Runs collectives.
-
-    Args:
-        local: the model's twin with the forms of :mod:`local_forms`, and the model's own attention.
-    """
+    """Why a tensor-parallel model's modules cannot compute with plain tensors; None where they can. Runs collectives. Args: local: the
+    model's twin with the forms of :mod:`tensor_parallel`, and the model's own attention."""
     with torch.no_grad():
         inputs = _few_inputs(local)
         found, expected = (each(**inputs, use_cache=False).logits[:, -1] for each in (local, model))
@@ -97,7 +93,7 @@ def _few_inputs(twin: Any) -> dict[str, Any]:
     ids = _some_tokens(twin.config, torch.arange(4, device=device) * 7 + 3).view(2, 2)
     if not twin.config.is_encoder_decoder:
         return {"input_ids": ids}
-    return {"decoder_input_ids": ids, "encoder_outputs": MoEModelOutput(last_hidden_state=_source(twin).hidden)}
+    return {"decoder_input_ids": ids, **source_inputs(_source(twin).hidden, None)}
 
 
 class _Unread(Tensor):
@@ -164,11 +160,8 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
     make = decoder_of(twin)
     device = next(stock.parameters()).device
     source = _source(stock) if stock.config.is_encoder_decoder else None
-    # Models with an encoder take no padding before a text.
-    is_text = torch.tensor(_IS_TEXT, device=device).bool() | (source is not None)
-    batch, length = is_text.shape
-    beams, room = len(_CHOSEN[0]), len(_CHOSEN)
-    ids = _some_tokens(stock.config, torch.arange(batch * length, device=device) * 7 + 3).view(batch, length)
+    ids, is_text = _texts(stock.config, device)
+    (batch, length), beams, room = ids.shape, len(_CHOSEN[0]), len(_CHOSEN)
     # One place more than is needed, unless the source has no mask.
     places = None if source is None else source.hidden.shape[1] + (source.is_text is not None)
     is_exact = make is RowDecoder and (source is not None or not is_static)
@@ -196,9 +189,8 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
     if source is None:
         inputs = {"input_ids": texts, "attention_mask": mask.long(), "position_ids": positions_of(mask)}
     else:
-        hidden, is_source = (None if each is None else each.repeat_interleave(beams, 0) for each in source)
-        of_source = {} if is_source is None else {"attention_mask": is_source.long()}
-        inputs = {"decoder_input_ids": texts, "encoder_outputs": MoEModelOutput(last_hidden_state=hidden), **of_source}
+        is_source = None if source.is_text is None else source.is_text.long().repeat_interleave(beams, 0)
+        inputs = {"decoder_input_ids": texts, **source_inputs(source.hidden.repeat_interleave(beams, 0), is_source)}
     expected = stock(**inputs, use_cache=False).logits[:, -1]
     return None if _are_close(found, expected) else f"{name} computes something else with {form}"
 
@@ -214,10 +206,8 @@ def reason_against_past(twin: Any, stock: Any) -> str | None:
 
 def _goes_on(twin: Any, stock: Any, past: int) -> bool:
     """Whether the twin computes the same as the model after the model has read the first `past` tokens."""
-    is_text = torch.tensor(_IS_TEXT, device=next(stock.parameters()).device).bool()
-    batch, length = is_text.shape
-    ids = _some_tokens(stock.config, torch.arange(batch * length, device=is_text.device) * 7 + 3).view(batch, length)
-    positions = positions_of(is_text)
+    ids, is_text = _texts(stock.config, next(stock.parameters()).device)
+    (batch, length), positions = ids.shape, positions_of(is_text)
     inputs = {"input_ids": ids, "attention_mask": is_text.long(), "position_ids": positions}
     if "position_ids" not in inspect.signature(stock.forward).parameters:
         del inputs["position_ids"]
@@ -230,6 +220,12 @@ def _goes_on(twin: Any, stock: Any, past: int) -> bool:
     read = past_of(cache, batch, 1, next(stock.parameters()))
     found = decoder.read_prompt(Prompt(ids, ids[:, past:], is_text, positions[:, past:], {}, length + 1, past=read))
     return _are_close(found, expected)
+
+
+def _texts(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two texts, and where they are text. Models with an encoder take no padding before a text."""
+    is_text = torch.tensor(_IS_TEXT, device=device).bool() | config.is_encoder_decoder
+    return _some_tokens(config, torch.arange(is_text.numel(), device=device) * 7 + 3).view_as(is_text), is_text
 
 
 def _some_tokens(config: Any, numbers: Tensor) -> Tensor:

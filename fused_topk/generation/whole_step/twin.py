@@ -30,12 +30,8 @@ from .attribute import KEPT
 
 
 def twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
-    """The twin of a model.
-
-    Args:
-        attention: the name of the twin's attention implementation; None for that of the model.
-        is_steady: whether rotary embeddings stay as they are for short texts: see :func:`_part_rotary`.
-    """
+    """The twin of a model, with an attention implementation of that name; None for that of the model. Args: is_steady: whether rotary
+    embeddings stay as they are for short texts: see :func:`_part_rotary`."""
     # One copy of a configuration, and of each that is a part of it, for all modules that share it.
     configs: dict[int, Any] = {}
     modules: dict[int, nn.Module] = {}
@@ -123,22 +119,20 @@ class Snapshot:
 
         self._gone = gone
         numbers = _Numbers(model)
-        self._look = _look_at(model, skipped, numbers)
-        parts = self._look(model)
-        self._parts = self._noted(parts)
+        self._refs[id(model)] = weakref.ref(model, gone)
         # Each function that looks at a part, the part or a weak reference to it, and what has been found.
         self._held: list[tuple[_Look, Any, _Parts]] = []
-        kinds, known = {type(model)}, {id(model)}
-        pending = [*_looks(model, parts, skipped, numbers)]
+        kinds, known = set(), set()
+        pending: list[tuple[_Look | None, Any]] = [(_look_at(model, skipped, numbers), model)]
         while pending:
             look, part = pending.pop()
             if id(part) in known or look is None:
                 continue
             known.add(id(part))
+            kinds.add(type(part))
             parts = look(part)
             self._held.append((look, self._refs.get(id(part), part), self._noted(parts)))
             pending += _looks(part, parts, skipped, numbers)
-            kinds.add(type(part))
         self._kinds = [kind for kind in kinds if issubclass(kind, nn.Module)]
         self._forwards = self._defined_forwards()
 
@@ -154,15 +148,14 @@ class Snapshot:
         return _Parts(tuple(map(id, parts)), tuple(values), tuple(layouts))
 
     def is_of(self, model: nn.Module) -> bool:
+        """Whether the model, whose snapshot this is, still consists of that."""
+        if not self._is_whole or self._defined_forwards() != self._forwards:
+            return False
+        now = ((look, part() if isinstance(part, weakref.ref) else part, parts) for look, part, parts in self._held)
         try:
-            return (
-                self._is_whole
-                and self._parts.are_those_of(self._look(model))
-                and all(parts.are_those_of(look(_held(part))) for look, part, parts in self._held)
-                and _are_same(self._defined_forwards(), self._forwards)
-            )
-        except (KeyError, ReferenceError):
-            # An attribute has gone, or a part.
+            return all(parts.are_those_of(look(part)) for look, part, parts in now)
+        except (KeyError, AttributeError):
+            # An attribute has gone, or, in this moment, a part.
             return False
 
     def _defined_forwards(self) -> tuple[Any, ...]:
@@ -192,18 +185,6 @@ class _Parts(NamedTuple):
         ):
             return False
         return all(_layout_of(now[number]) == layout for number, layout in self.layouts)
-
-
-def _held(part: Any) -> Any:
-    """The part, which may be given as a weak reference.
-
-    Raises:
-        ReferenceError: it is gone.
-    """
-    found = part() if isinstance(part, weakref.ref) else part
-    if found is None:
-        raise ReferenceError
-    return found
 
 
 class _Numbers:
@@ -335,10 +316,6 @@ def _layout_of(part: Any) -> tuple[Any, ...] | None:
     # A captured graph reads weights at their old addresses. All other code looks the addresses up in each call.
     address = part.data_ptr() if part.is_cuda else None
     return part.dtype, part.device, part.shape, part.stride(), address
-
-
-def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and (all(map(operator.is_, one, other)) or all(map(is_same, one, other)))
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of a tensor-parallel model that compute with plain tensors what transformers' modules compute with DTensors.
+"""Models that are spread over the processes of a group: modules that compute with plain tensors what transformers' modules do with
+DTensors.
 
 transformers puts a forward() of its own on each module that has a part of a weight. That function makes DTensors of parameters and
 outputs, and changes the module while it runs. The modules here do the same operations and collectives on plain tensors, so a CUDA
@@ -10,14 +11,51 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .columns import Columns
+from ..distributed.collective import all_gather
 
 _MODULE = "transformers.distributed."
 # The style of norms of a process's own heads, whose weights are whole. Some versions of transformers replace their forward(), too.
 _PLAIN = "ReplicatedWithGradAllReduce."
+
+
+class Columns(NamedTuple):
+    """The columns of this process. All processes but the last ones have `block` of them."""
+
+    group: Any
+    processes: int
+    start: int
+    length: int
+    block: int
+    vocab_size: int
+
+    @staticmethod
+    def of(group: Any, rank: int, processes: int, vocab_size: int) -> Columns:
+        """The columns of a rank, cut as DTensor and torch.chunk cut a dimension."""
+        block = -(-vocab_size // processes)
+        start = min(rank * block, vocab_size)
+        return Columns(group, processes, start, min(block, vocab_size - start), block, vocab_size)
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """The whole tensor (..., V), of which each process has the columns (..., length). A collective."""
+        padded = torch.nn.functional.pad(local, (0, self.block - self.length)).contiguous()
+        everywhere = all_gather(padded.view(1, -1), self.group).view(self.processes, *padded.shape)
+        return everywhere.movedim(0, -2).flatten(-2)[..., : self.vocab_size]
+
+    def of_mask(self, words: Tensor) -> Tensor:
+        """int32 [R, W]: the packed mask of this process's columns, of one [R, W] of the vocabulary."""
+        first, shift = divmod(self.start, 32)
+        count = -(-self.length // 32)
+        low = words[:, first : first + count]
+        if not shift:
+            return low.contiguous()
+        # Bits of the next word move in from above. A shift to the right brings copies of the sign bit, which are cleared.
+        high = torch.nn.functional.pad(words, (0, 1))[:, first + 1 : first + 1 + count]
+        low = low.bitwise_right_shift(shift).bitwise_and_((1 << (32 - shift)) - 1)
+        return high.bitwise_left_shift(32 - shift).bitwise_or_(low)
 
 
 class RowwiseLinear(nn.Linear):
@@ -89,7 +127,9 @@ def reason_against(model: nn.Module) -> str | None:
 
 def has_known_forward(module: nn.Module) -> bool:
     """Whether a module's forward() is one that transformers has put on it, and that has a form here."""
-    return part_of(module) is not None if _is_spread(module) else _is_plain(module)
+    if _is_spread(module):
+        return part_of(module) is not None
+    return str(getattr(_forward_of(module), "__qualname__", "")).startswith(_PLAIN)
 
 
 def take_parts(model: nn.Module, twin: Any) -> None:
@@ -169,10 +209,6 @@ def _forward_of(module: nn.Module) -> Any:
     forward = vars(module).get("forward")
     is_stock = str(getattr(forward, "__module__", None)).startswith(_MODULE) and hasattr(forward, "__code__")
     return forward if is_stock else None
-
-
-def _is_plain(module: nn.Module) -> bool:
-    return str(getattr(_forward_of(module), "__qualname__", "")).startswith(_PLAIN)
 
 
 def _style_of(module: nn.Module) -> _Style | None:
