@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
@@ -105,6 +106,10 @@ def main(
         _fail("`--shape` has random weights and no tokenizer; leave --model, --prompt and --peer out")
     if peer not in ("", "ctranslate2"):
         _fail(f"`--peer` must be ctranslate2, got {peer!r}; leave it out")
+    if peer and find_spec(peer) is None:
+        _fail(
+            "`--peer ctranslate2` needs a package that is not installed; run: pip install ctranslate2, or leave it out"
+        )
     if output.suffix.lower() != ".png":
         _fail(f"`--output` must end in .png, got {str(output)!r}; rename it")
     place = device_of(device)

@@ -55,7 +55,6 @@ def gigabytes_free() -> float:
         (3, 400, 32, "warp per row"),
         (3, 400, 64, "block per row"),
         (6000, 3000, 5, "warp per row"),
-        (3000, 3000, 100, "block per row"),
         (1, 128256, 8, "split row"),
         (2, 40000, 2048, "split row"),
         (64, 128256, 50, "split row"),

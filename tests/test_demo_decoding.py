@@ -159,10 +159,12 @@ def test_interrupted_training_leaves_nothing_in_the_cache(monkeypatch, tmp_path)
         (["--device", "abacus"], "--device must be cuda, cuda:N or cpu, got 'abacus'"),
         (["--dtype", "int8"], "`--dtype` must be one of float32"),
         (["--output", "plot.jpg"], "`--output` must end in .png, got 'plot.jpg'"),
+        (["--peer", "ctranslate2"], "run: pip install ctranslate2"),
     ],
     ids=lambda value: "_".join(value).strip("-") if isinstance(value, list) else "",
 )
-def test_demo_says_what_is_wrong_with_an_option(arguments, message):
+def test_demo_says_what_is_wrong_with_an_option(arguments, message, monkeypatch):
+    monkeypatch.setattr(decoding_latency, "find_spec", lambda name: None)
     result = run_demo(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
