@@ -444,7 +444,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks<D>)
       const auto is_of_warp = [&](u32 beam) {
         return beam != kNoBeam && beam * groups < first_row + kRows && (beam + 1) * groups > first_row;
       };
-      // Most of a prompt: the more keys at a time, the seldomer is a maximum merged.
+      // Most of a prompt. With more keys at a time, maxima merge less often.
       if (tiles == kWarps && is_plain) {
         const u32 beam = stage.beams[lane_id()], other = stage.beams[kWarpSize + lane_id()];
         if (__all_sync(kAllLanes, beam == kEveryBeam && other == kEveryBeam)) {
