@@ -48,6 +48,8 @@ struct StepAttention {
 namespace attention {
 
 constexpr u32 kRows = 16, kKeys = 16;
+// How many keys of a prompt are taken at a time where each warp has rows of its own.
+constexpr u32 kManyKeys = 32;
 constexpr u32 kEveryBeam = ~0u, kNoBeam = ~0u - 1;
 
 constexpr u32 kWarps = 4;
@@ -449,8 +451,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks<D>)
         const u32 beam = stage.beams[lane_id()], other = stage.beams[kWarpSize + lane_id()];
         if (__all_sync(kAllLanes, beam == kEveryBeam && other == kEveryBeam)) {
 #pragma unroll 1
-          for (u32 first = 0; first < kPlaces; first += 32)
-            take<true, 32>(state, wanted, queries, stage, first, first_row);
+          for (u32 first = 0; first < kPlaces; first += kManyKeys)
+            take<true, kManyKeys>(state, wanted, queries, stage, first, first_row);
           continue;
         }
       }

@@ -141,8 +141,8 @@ class _Generate:
 
 
 def _wrapped(stock: Any, stock_of: Callable[[Any], Any]) -> Any:
-    """A function that serves a model's calls. It has the name, the signature and the docstring of stock's. Args: stock_of: gives a model's
-    own method."""
+    """A function that serves a model's calls. It has the name, the signature and the docstring of stock's. `stock_of` gives a
+    model's own method."""
 
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:

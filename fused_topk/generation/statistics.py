@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections import Counter
@@ -30,6 +29,7 @@ class Stats(NamedTuple):
 _lock = threading.Lock()
 _tokens: Counter[str] = Counter()
 _reasons: Counter[str] = Counter()
+_told: set[str] = set()
 
 
 def stats(reset: bool = False) -> Stats:
@@ -71,7 +71,10 @@ def count_reason(reason: str) -> None:
         _reasons[reason] += 1
 
 
-@functools.cache
 def tell_once(message: str) -> None:
     """A warning the first time, nothing afterwards."""
-    logger.warning("fused_topk: %s", message)
+    with _lock:
+        is_new = message not in _told
+        _told.add(message)
+    if is_new:
+        logger.warning("fused_topk: %s", message)

@@ -283,8 +283,8 @@ def ranking_blocks(targets: int, vocab_size: int, multiprocessors: int) -> int:
 
 _MOST_SUM_THREADS = 320  # kMostThreads of csrc/tokens/token_sums.cu
 # Of more rows than a GPU takes at once. At a row's end small blocks leave fewer lanes without something to read. H200, bf16, µs
-# with 128 and with 320 threads: 2048 x 11776 29.4 and 42.3, 2048 x 128256 174 and 178; 64 x 128256 28.9 and 27.0. Since a thread has 64
-# registers, not 96, the first is 19.8.
+# with 128 and with 320 threads of 96 registers: 2048 x 11776 29.4 and 42.3, 2048 x 128256 174 and 178; 64 x 128256 28.9 and 27.0. With 128
+# threads of 64 registers: 2048 x 11776 19.8.
 _SUM_THREADS_OF_MANY_ROWS = 128
 _MANY_ROWS = 1024
 

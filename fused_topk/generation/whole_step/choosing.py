@@ -112,7 +112,7 @@ class Choices(NamedTuple):
         place: Place,
         mask: Tensor | None = None,
     ) -> Any:
-        """The same from hidden states [rows, H], in a call in which nothing else reads logits. Args: mask: see :func:`head.choose`."""
+        """The same from hidden states [rows, H], in a call in which nothing else reads logits. The mask is that of :func:`head.choose`."""
         if step == 0 and self.rules.beams > 1:
             hidden = hidden.repeat_interleave(self.rules.beams, 0)
         after = choose(head, state, constants, hidden, mask, *place)

@@ -82,12 +82,12 @@ class Criteria:
         self.read_text, self.ask_host = bool(self._of_text), bool(unknown)
 
     def end(self, text: Tensor, scores: Sequence[Tensor] | None) -> Tensor:
-        """bool [R]: which of the texts [R, length] end because of what is in them. Known criteria wait for nothing. Args: scores: of the
-        steps so far, where the user asks for them."""
+        """bool [R]: which of the texts [R, length] end because of what is in them. Known criteria wait for nothing. `scores` are those
+        of the steps so far, where the user asks for them."""
         given: Any = None if scores is None else tuple(scores)
         found: Tensor = self._of_text(text, given)
         return found
 
     def end_all(self, ids: Tensor, length: int) -> bool:
-        """Whether every text of that length ends. Args: ids: any tokens on the call's device, where criteria give their answers."""
+        """Whether every text of that length ends. `ids` are any tokens on the call's device, where criteria give their answers."""
         return length >= self.max_length or any(bool(each(ids, None).any()) for each in self._clocks)

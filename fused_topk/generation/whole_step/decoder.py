@@ -298,7 +298,7 @@ class Decoder:
 
     def rows(self, length: int, new: int, parents: Tensor | None) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """The number of each layer, with keys and values [batch * beams, heads, length + new, dim] of each beam's past: the last `length`
-        tokens of the prompt, and `new` tokens. Args: parents: see :class:`ancestry.Mask`."""
+        tokens of the prompt, and `new` tokens. `parents` are those of :class:`ancestry.Mask`."""
         past = None if parents is None else parents[:, :, 1 : new + 1]
         for number, layer in enumerate(self._of_text):
             if isinstance(layer, SharedPromptLayer) and layer.is_initialized:

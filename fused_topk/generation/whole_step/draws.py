@@ -24,7 +24,7 @@ _FEW = 512
 
 def noise(rows: int, columns: int, device: torch.device, places: Tensor | None = None) -> Tensor:
     """float32 [rows, columns]: what torch.multinomial would draw for as many probabilities, from the default generator. All are drawn.
-    Args: places: int64 [rows, n], which of the columns are wanted; None for all."""
+    `places`, int64 [rows, n], says which of the columns are wanted; None for all."""
     if device.type == "cpu" and _is_quick_form_equal():
         uniform = torch.empty(rows, columns, dtype=torch.float64, device=device).uniform_()
         return _exponential(uniform if places is None else uniform.gather(1, places))

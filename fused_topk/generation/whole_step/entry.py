@@ -210,7 +210,7 @@ class Loop:
     def _made_search(
         self, given: tuple[Any, ...], inputs: dict[str, Any], together: parallel.Together | None
     ) -> Search:
-        """The call, ready to run. Raises Declined where it is not served. Args: given: the other arguments of :meth:`__call__`."""
+        """The call, ready to run. Raises Declined where it is not served. `given` are the other arguments of :meth:`__call__`."""
         model, input_ids, logits_processor, stopping_criteria, generation_config = given
         # The model's generate() may have called that of a part.
         ready = self.ready if model is self.model else checked(model)

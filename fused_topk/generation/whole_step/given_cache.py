@@ -51,7 +51,7 @@ def new_for(config: Any) -> Any:
 
 
 def reason_against(cache: Any, config: Any) -> str | None:
-    """Why a call cannot add to a cache; None where it can. Args: config: of the model."""
+    """Why a call cannot add to a cache; None where it can. `config` is the model's."""
     parts = [cache]
     if config.is_encoder_decoder:
         if type(cache) is not EncoderDecoderCache:

@@ -76,7 +76,7 @@ class Head:
 
     def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The k best continuations of each sequence, in the order of :func:`fused_topk.beam_topk`: their accumulated log-probabilities
-        float32 [batch, k], and int64 [batch, k], beam * V + token. Args: mask: int32 [batch * beams, W]."""
+        float32 [batch, k], and int64 [batch, k], beam * V + token. The mask is int32 [batch * beams, W]."""
         batch, beams = beam_scores.shape
         vocab_size = self.vocab_size
         best = functional.linear_log_softmax_topk(

@@ -138,8 +138,8 @@ class KeptStep:
         self.last.fill_(last)
 
     def advance(self, mask: Tensor | None = None, by_operations: bool = False) -> None:
-        """Goes on by one token, which the mask allows: int32 [batch, beams, W], or [batch, W] without beams. Args: by_operations: whether
-        to run one operation after another, because the step could not be made."""
+        """Goes on by one token, which the mask allows: int32 [batch, beams, W], or [batch, W] without beams. `by_operations` says
+        whether to run one operation after another, because the step could not be made."""
         if mask is not None:
             if self._mask is None:
                 self._mask = torch.empty_like(mask)

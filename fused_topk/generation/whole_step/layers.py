@@ -24,7 +24,7 @@ Run = Callable[[nn.Module, list[Any], dict[str, Any]], Any]
 
 def apart(twin: Any, run: Run | None = None) -> Any:
     """A copy of a twin, with the same weights, whose layers do not tell which one they are. Raises ValueError where the model has no list
-    of its layers. Args: run: calls a layer with its arguments; None for a plain call."""
+    of its layers. `run` calls a layer with its arguments; None for a plain call."""
     copy = twin_of(twin, None)
     stacks = [*_stacks(copy, num_layers(twin.config))]
     if not stacks:

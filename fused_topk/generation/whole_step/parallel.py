@@ -35,7 +35,7 @@ _REFUSED = 0
 
 
 class Together:
-    """The processes of a tensor-parallel model, in one call. Args: forget: drops what is kept of the model."""
+    """The processes of a tensor-parallel model, in one call. `forget` drops what is kept of the model."""
 
     def __init__(self, columns: Columns, device: torch.device, forget: Callable[[], None]) -> None:
         self._columns, self._device, self._forget = columns, device, forget

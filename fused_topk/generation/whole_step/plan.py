@@ -169,7 +169,7 @@ def _parameters_of(processor: Any) -> dict[str, Any] | None:
 
 
 class Walk:
-    """The nodes of a call's texts in a trie, one token after another. Args: constraint: the call's only processor."""
+    """The nodes of a call's texts in a trie, one token after another. `constraint` is the call's only processor."""
 
     def __init__(self, constraint: TrieLogitsProcessor, ids: Tensor, beams: int, vocab_size: int) -> None:
         self._trie = constraint.trie.to(ids.device)

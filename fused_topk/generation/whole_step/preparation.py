@@ -40,7 +40,7 @@ _lock = threading.Lock()
 
 def prepared(model: Any, ids: Tensor, is_text: Tensor, inputs: Mapping[str, Any]) -> Prepared:
     """What a model prepares for a prompt, given what transformers' loop would hand on, and for the first two steps after it. Raises
-    Declined where steps get something else. Args: model: the twin of the model, because a preparation may change attributes."""
+    Declined where steps get something else. `model` is the twin, because a preparation may change attributes."""
     try:
         with _lock:
             of_prompt, *of_steps = _asked(model, ids, dict(inputs))

@@ -166,8 +166,8 @@ _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 def of_arguments(
     model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], asked: Asked
 ) -> str | None:
-    """Why these arguments of generate() are not served; None if they are. Args: generate: the model's method, or the function that the
-    user has put in its place."""
+    """Why these arguments of generate() are not served; None if they are. `generate` is the model's method, or the function that
+    the user has put in its place."""
     # After the inputs and the configuration, arguments are known by name only.
     if len(args) > 2:
         return "generate() with three positional arguments or more"

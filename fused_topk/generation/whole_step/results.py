@@ -56,7 +56,7 @@ def of_beams(
     has_source: bool,
     cache: Any,
 ) -> Any:
-    """The result of a beam search, with the best texts of each sequence. Args: fill: the token after the end of a text."""
+    """The result of a beam search, with the best texts of each sequence. `fill` is the token after the end of a text."""
     batch, beams = ended.scores.shape
     count = config.num_return_sequences
     scores, tokens, parents = (each[:, :count].flatten(0, 1) for each in ended)

@@ -30,6 +30,6 @@ def at_first(most: int, is_kept: bool) -> int:
 
 
 def after(size: int, most: int, spare: int | None) -> int:
-    """The next room, where that for `size` tokens is full. Args: spare: how many tokens there may be room for beside the next one; None
+    """The next room, where that for `size` tokens is full. `spare` says how many tokens there may be room for beside the next one; None
     for a step that is kept."""
     return min(2 * size if spare is None else size + min(1 + spare, MORE), most)

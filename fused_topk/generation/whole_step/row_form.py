@@ -86,10 +86,8 @@ class RowDecoder(Decoder):
         places.num_read = places.prompt + (step.squeeze(0) if self._is_kept else shown - 1)
         extra: dict[str, Any] = {}
         if self._of_source:
-            hidden, is_text = (
-                self._of_source["encoder_outputs"].last_hidden_state,
-                self._of_source.get("attention_mask"),
-            )
+            hidden = self._of_source["encoder_outputs"].last_hidden_state
+            is_text = self._of_source.get("attention_mask")
             is_text = None if is_text is None else is_text.repeat_interleave(beams, 0)
             extra = source_inputs(hidden[:1].expand(len(hidden) * beams, -1, -1), is_text)
         if "cache_position" in self._arguments:

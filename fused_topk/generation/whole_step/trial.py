@@ -73,7 +73,7 @@ def reason_against_layers(twin: Any, stock: Any) -> str | None:
 
 
 def reason_against_parts(local: Any, model: Any) -> str | None:
-    """Why a tensor-parallel model's modules cannot compute with plain tensors; None where they can. Runs collectives. Args: local: the
+    """Why a tensor-parallel model's modules cannot compute with plain tensors; None where they can. Runs collectives. `local` is the
     model's twin with the forms of :mod:`tensor_parallel`, and the model's own attention."""
     with torch.no_grad():
         inputs = _few_inputs(local)

@@ -30,8 +30,8 @@ from .attribute import KEPT
 
 
 def twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
-    """The twin of a model, with an attention implementation of that name; None for that of the model. Args: is_steady: whether rotary
-    embeddings stay as they are for short texts: see :func:`_part_rotary`."""
+    """The twin of a model, with an attention implementation of that name; None for that of the model. `is_steady` says whether
+    rotary embeddings stay as they are for short texts: see :func:`_part_rotary`."""
     # One copy of a configuration, and of each that is a part of it, for all modules that share it.
     configs: dict[int, Any] = {}
     modules: dict[int, nn.Module] = {}
