@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from decoding import SmallerIndexFirst, also, inputs_for, one_thread, stats  # noqa: F401
 from fused_topk.generation import FusedTopKLogitsProcessor, disable, enable
 from test_whole_step_models import row_model
-from whole_steps import SERVED, SERVED_WITH_SOURCE, encoder_decoder, family, source_for
+from whole_steps import SERVED, SERVED_WITH_SOURCE, always_by_heads, encoder_decoder, family, source_for
 
 # What gives texts that lie a rounding apart is not compared: see decoding.stock_gap().
 _GAP = 2e-5
@@ -88,7 +88,7 @@ def run(model, inputs, options, seed):
 
 
 @pytest.mark.parametrize("seed", [0, *also(*range(1, 13))])
-def test_random_calls(seed):
+def test_random_calls(monkeypatch, seed):
     transformers.logging.set_verbosity_error()
     pick, served, calls = random.Random(seed), 0, 40
     kinds = ["Llama", "Llama", "GPT2", "Mistral", "Bart", "T5"]
@@ -102,6 +102,8 @@ def test_random_calls(seed):
         batch = pick.choice([1, 2, 3])
         inputs = source_for(model, batch) if of_source else inputs_for(model, batch, padding=pick.choice([0, 2]))
         options = call_of(pick)
+        if number == calls // 2:
+            always_by_heads(monkeypatch)
         try:
             expected, state, gap = run(model, inputs, options, number)
         except (ValueError, RuntimeError, NotImplementedError) as error:

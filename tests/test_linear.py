@@ -173,6 +173,7 @@ def test_linear_native_kernel(cpu, instruction_set, dtype):
         mask[:, 0] = True
         temperature = torch.linspace(0.5, 3.0, rows)
         logits = exact_logits(hidden, weight, bias)
+        assert torch.equal(native_cpu.linear(hidden, weight, bias).double(), logits.double())
         for normalize, allowed in (("allowed", None), ("all", mask), ("topk", packed(mask)), ("allowed", packed(mask))):
             head = LinearProblem(
                 LogitRows(hidden, row_temperature=temperature, mask=allowed), weight, bias, None, normalize

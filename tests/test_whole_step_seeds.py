@@ -30,7 +30,7 @@ from decoding import (  # noqa: F401
 )
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import draws
-from whole_steps import encoder_decoder, family, source_for
+from whole_steps import always_by_heads, encoder_decoder, family, source_for
 
 eager = fused_decoding
 SAMPLED = [
@@ -73,8 +73,10 @@ def assert_stocks(model, inputs, fused=eager, **options):
 
 
 @pytest.mark.parametrize("options", SAMPLED, ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("name", ["Llama", "Bart"])
-def test_a_seed_gives_stocks_texts(name, options):
+@pytest.mark.parametrize("name", ["Llama", "Llama by its head", "Bart"])
+def test_a_seed_gives_stocks_texts(monkeypatch, name, options):
+    if name == "Llama by its head":
+        always_by_heads(monkeypatch)
     of_both = name == "Bart"
     model = encoder_decoder("Bart", 1) if of_both else family("Llama", 1)
     assert_stocks(model, source_for(model, 4) if of_both else inputs_for(model, 4, padding=2), **options)
@@ -84,6 +86,15 @@ def test_a_seed_gives_stocks_texts(name, options):
 def test_the_logits_of_float64_too(options):
     model = copy.deepcopy(family("Llama", 1)).double()
     assert_stocks(model, inputs_for(model, 2), **options)
+
+
+def test_top_k_keeps_all_tokens_that_are_equal_to_the_last():
+    """Here 32 of each kind, of which a few more than k are not enough."""
+    model = copy.deepcopy(family("Llama", 1))
+    weight = model.lm_head.weight
+    weight.data = weight[torch.arange(len(weight)) // 32 * 32].detach()
+    for top_k in (1, 7, 33):
+        assert_stocks(model, inputs_for(model, 4), top_k=top_k)
 
 
 def test_quick_draws_are_torchs(monkeypatch):

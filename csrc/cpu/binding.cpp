@@ -205,6 +205,32 @@ void linear_topk(const LogitRows& rows, const RowAddresses& addresses, u32 depth
   solve(p);
 }
 
+// All logits [rows, vocab_size] of an LM head.
+// clang-format off: one argument group a line, as cpu.py passes them
+void linear(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
+            std::uintptr_t hidden, i64 hidden_stride, std::uintptr_t weight, i64 weight_stride,
+            std::uintptr_t bias, i64 bias_stride,
+            std::uintptr_t product, u32 threads) {
+  // clang-format on
+  const nb::gil_scoped_release without_gil;
+  LinearProblem p{};
+  p.kernels = &kernels_named("");
+  p.threads = threads;
+  p.sizes = {i64(rows)};
+  p.vocab_size = vocab_size;
+  p.dtype = DType(dtype);
+  p.k = 1;
+  p.depth = depth;
+  p.hidden = pointer<const char>(hidden);
+  p.hidden_stride = hidden_stride;
+  p.weight = pointer<const char>(weight);
+  p.weight_stride = weight_stride;
+  p.bias = pointer<const char>(bias);
+  p.bias_stride = bias_stride;
+  p.product = pointer<char>(product);
+  solve(p);
+}
+
 // The merge of the states of parts, in the same way. Each tensor's strides are those of [parts, sizes..., width], or
 // without the width.
 class Merge {
@@ -354,6 +380,7 @@ NB_MODULE(_cpu, module) {
       .def(nb::init<const LogitRows&, u32, u32, u32, u32, bool, bool, double>())
       .def("__call__", &Router::operator());
   module.def("linear_topk", &linear_topk);
+  module.def("linear", &linear);
   nb::class_<Merge>(module, "Merge")
       .def(nb::init<u32, Strides, Strides, Strides, Strides, Strides, i64, double, Strides, u32, u32, bool>())
       .def("__call__", &Merge::operator());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The k best of the logits of an LM head, on several threads, for a few rows.
+// The k best of the logits of an LM head, or all logits, on several threads, for a few rows.
 //
 // A part is a stretch of the vocabulary, for all rows: the weight is read once from memory. Within a part, the logits of
 // a block of tokens are computed into a buffer of the nearest caches and then folded into the rows' states. When all parts
@@ -86,6 +86,7 @@ struct LinearSolver {
       std::vector<Selection> selections(rows, Selection(*problem.kernels, k, problem.vocab_size));
       for_each([&](u64 part) { do_part(u32(part), logits.begin(), bias.begin(), selections); });
     });
+    if (problem.product) return;
     share_tasks(threads(), rows, 1, [this](const auto& for_each) {
       Selection selection(*problem.kernels, k, 0);
       for_each([&](u64 row) { finish_row(u32(row), selection); });
@@ -111,6 +112,7 @@ struct LinearSolver {
     for (Selection& selection : selections) selection.restart();
     for (u32 block = begin_of(part, blocks, parts); block < end; ++block)
       do_block(block, logits, bias_buffer, selections);
+    if (problem.product) return;
     for (u32 row = 0; row < rows; ++row) {
       u32 count;
       const u64* const best = selections[row].trimmed(&count);
@@ -135,6 +137,10 @@ struct LinearSolver {
     for (u32 row = 0; row < rows; ++row, next += n * sizeof(float)) {
       float* const x = logits + size_t(row) * kLogitsStride;
       linear.finish(x, bias, n);
+      if (p.product) {
+        write_product(row, begin, n, x);
+        continue;
+      }
       normalizers[size_t(row) * blocks + block] = fold(row, begin, n, x, next, selections[row]);
     }
   }
@@ -187,6 +193,18 @@ struct LinearSolver {
       problem.logsumexp[row] = finished.logsumexp();
       write_values(problem, finished, best, k, static_cast<float*>(problem.values) + size_t(row) * k);
     }
+  }
+
+  // Writes the logits x [n] of tokens begin .. begin + n in the dtype of the weight.
+  void write_product(u32 row, u32 begin, u32 n, const float* x) const {
+    const u32 item_size = kItemSize[problem.dtype];
+    char* const to = problem.product + (size_t(row) * problem.vocab_size + begin) * item_size;
+    if (problem.dtype == kFloat32) {
+      std::memcpy(to, x, n * sizeof(float));
+      return;
+    }
+    for (u32 i = 0; i < n; ++i)
+      std::memcpy(to + i * sizeof(u16), reinterpret_cast<const char*>(x + i) + 2, sizeof(u16));
   }
 
   // Writes the chosen logits in the dtype of the weight. A bfloat16 is the upper half of the float.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A request for the k best logits of an LM head: hidden states in, and no tensor of logits. binding.cpp fills it in, and
-// linear_rows.cpp computes it.
+// A request for the k best logits of an LM head: hidden states in, and no tensor of logits; or for the logits themselves.
+// binding.cpp fills it in, and linear_rows.cpp computes it.
 #pragma once
 
 #include "linear_kernels.h"
@@ -21,7 +21,8 @@ struct LinearProblem : Problem {
   const char* bias;  // nullable; [vocab_size], of `dtype`
   i64 bias_stride;
 
-  float* state;  // nullable; [rows, 2]: the row's m and d
+  float* state;   // nullable; [rows, 2]: the row's m and d
+  char* product;  // nullable; [rows, vocab_size], of `dtype`: all logits. Then nothing else is written.
 };
 
 // Throws std::bad_alloc.

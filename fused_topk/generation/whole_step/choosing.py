@@ -139,14 +139,23 @@ class Choices(NamedTuple):
         # A processor may return scores of another dtype, in which stock goes on.
         if parameters is None or not (scores.is_plain or logits.dtype is torch.float32):
             return draws.drawn(scores.last(), 1).squeeze(1)
-        state = None if logits.is_cuda else torch.get_rng_state()
-        noise = draws.noise(len(logits), logits.shape[1], logits.device)
-        found = functional.sample(logits, **parameters, mask=scores.mask(), noise=noise)
-        if state is not None and bool(found.logprobs.isnan().any()):
+        rows, columns = logits.shape
+        if logits.is_cuda:
+            noise = draws.noise(rows, columns, logits.device)
+            return functional.sample(logits, **parameters, mask=scores.mask(), noise=noise).tokens.squeeze(1)
+        state = torch.get_rng_state()
+        best = draws.few_that_top_k_keeps(logits, parameters, scores.mask())
+        places = None if best is None else best.indices
+        noise = draws.noise(rows, columns, logits.device, places)
+        if best is None:
+            found = functional.sample(logits, **parameters, mask=scores.mask(), noise=noise)
+        else:
+            found = functional.sample(best.values, **parameters, noise=noise)
+        if bool(found.logprobs.isnan().any()):
             # torch.multinomial says that there is no distribution, before it draws.
             torch.set_rng_state(state)
             return torch.multinomial(scores.last().softmax(-1), 1).squeeze(1)
-        return found.tokens.squeeze(1)
+        return (found.tokens if places is None else places.gather(1, found.tokens)).squeeze(1)
 
     def _continuations(self, scores: _Scores, state: Beams) -> tuple[Tensor, Tensor]:
         number, beam_scores = self.rules.kept, state.running.scores

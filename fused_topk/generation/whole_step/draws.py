@@ -10,11 +10,13 @@ On a GPU steps run beyond the end of a search. They draw in vain, and :class:`In
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import functional
+from ...problem import TopKLogits
 
 # The most categories that torch.multinomial takes.
 _CATEGORIES = 1 << 24
@@ -47,6 +49,18 @@ def _is_quick_form_equal() -> bool:
         if not torch.equal(_exponential(uniform), expected):
             return False
     return torch.equal(ours.get_state(), stocks.get_state())
+
+
+def few_that_top_k_keeps(logits: Tensor, parameters: dict[str, Any], mask: Tensor | None) -> TopKLogits | None:
+    """The best logits [R, n] of each row and their places, in the order of top-k, where top-k among a sampler's parameters keeps no
+    others. None where it may: it keeps all tokens that are equal to the last one. A draw from the few is the draw from all, and takes
+    the logarithms of their noise alone."""
+    top_k = parameters.get("top_k")
+    if top_k is None or 2 * top_k > min(_FEW, logits.shape[-1]):
+        return None
+    best = functional.topk(logits, 2 * top_k, mask=mask)
+    scaled = best.values[:, [top_k - 1, -1]].float() / parameters.get("temperature", 1.0)
+    return best if bool((scaled[:, 0] > scaled[:, 1]).all()) else None
 
 
 def drawn(scores: Tensor, count: int) -> Tensor:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ... import backends, distributed, functional
+from ...arguments import check_head
 from ...backends import cpu as native
 from ...layout import linear_pieces
+from ...operators.dispatch import need_dispatcher
 from ..lm_head import HeadInput, run_with_head
 from ..tensor_parallel import Columns, GatheredLinear
 from . import beams, texts
@@ -43,7 +45,8 @@ class Logits:
 
 
 class Head:
-    """A whole LM head on a CPU, whose kernel keeps no logits. Other kernels keep them, so nothing is gained there.
+    """A whole LM head on a CPU, whose kernels read the weight once for all rows, and keep logits where they are asked for. Other
+    devices' kernels keep them, so nothing is gained there.
 
     Its weights are those that the module has now: else they would live on where a user replaces them. `headless` is the rest of its
     model.
@@ -69,6 +72,15 @@ class Head:
         """Whether that is quicker than a choice from logits, where the steps are not kept."""
         weight: Tensor = self.module.weight
         return rows * weight.numel() >= _OPERATIONS and weight.shape[1] >= _LEAST_HIDDEN_SIZE
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, V], for choices that need all of them."""
+        weight, bias = self.module.weight, self.module.bias
+        # What the user has put there since the call began.
+        check_head(weight, bias, hidden)
+        if need_dispatcher(hidden, weight, bias) or not native.multiplies(hidden, weight, bias):
+            return nn.functional.linear(hidden, weight, bias)
+        return native.linear(hidden, weight, bias)
 
     def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """int64 [R]: the token of the greatest logit of each row, of those that the mask int32 [R, W] allows."""
@@ -109,6 +121,10 @@ class HeadOfColumns(Head):
 
     def is_quicker(self, rows: int) -> bool:
         return True
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.module(hidden)
+        return logits
 
     def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         found = distributed.topk(self._logits(hidden), 1, group=self.columns.group, mask=self._own(mask))

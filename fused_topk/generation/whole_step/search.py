@@ -86,7 +86,7 @@ class Search(NamedTuple):
         places = None if source is None else source.hidden.shape[1]
         twin = self.ready.twin if head is None else head.headless
         decoder = decoder_of(twin)(twin, batch, length, self.choices.rules.beams, self.prompt.ids.device, places)
-        return self._run(decoder, None, self.choices.rules.room, head)
+        return self._run(decoder, None, self.choices.rules.room, head, self._reads_logits(None))
 
     @property
     def _is_late(self) -> bool:
@@ -110,12 +110,9 @@ class Search(NamedTuple):
             constraint = self.choices.plan.constraint
             if constraint is not None and constraint.begin_index > self.prompt.ids.shape[1]:
                 constraint = None
-            reads_logits = (
-                len(self.choices.plan.processors) > (constraint is not None)
-                or self._needs_logits
-                # A step without the LM head chooses on each process by itself.
-                or (self.choices.group is not None and step.head is None)
-            )
+            # A step without the LM head chooses on each process by itself.
+            chooses_apart = self.choices.group is not None and step.head is None
+            reads_logits = chooses_apart or self._reads_logits(constraint)
             if way.is_captured and not reads_logits:
                 return self._run_at_once(step, way, constraint)
             head, walk = None if way.is_captured else step.head, None
@@ -197,7 +194,7 @@ class Search(NamedTuple):
             place = Place.of(step, ends_now, ids.device)
             is_logits = head is None or (step == 0 and way is not None)
             if head is not None and not is_logits and reads_logits:
-                logits, is_logits = head.module(logits), True
+                logits, is_logits = head.logits(logits), True
             if head is None or is_logits:
                 after = choices.after(state, constants, logits, ids, step, place, kept)
             else:
@@ -244,28 +241,23 @@ class Search(NamedTuple):
         count_reason(str(error))
         self.ready.store.note(Shape.of(self.prompt, self.choices.rules, way), str(error))
 
-    @property
-    def _needs_logits(self) -> bool:
-        """Whether something else than processors needs the logits of a step."""
+    def _reads_logits(self, constraint: Any) -> bool:
+        """Whether a choice needs the logits of its step. Args: constraint: a processor whose mask stands for it; None for none."""
         is_asked_for = any(each is not None for each in KeptOutputs.asked_for(self.choices.config))
         return bool(
-            self.choices.config.do_sample
+            len(self.choices.plan.processors) > (constraint is not None)
+            or self.choices.config.do_sample
             or self.choices.criteria.read_text
             or self.choices.topk is not None
             or is_asked_for
         )
 
     def _head_alone(self) -> Head | None:
-        """The LM head, if steps that are not kept are to choose from hidden states; None where they need logits."""
+        """The LM head, if steps that are not kept are to read hidden states and go on by it; None for the twin's own logits."""
         rules, head = self.choices.rules, self.ready.head
-        reads_logits = (
-            self.choices.plan.processors
-            or self._needs_logits
-            # A model may keep what it has prepared as attributes of the twin, which the twin without a head does not have.
-            or self.prompt.inputs is not None
-        )
         rows = len(self.prompt.ids) * rules.beams
-        if head is None or reads_logits or not head.is_quicker(rows):
+        # A model may keep what it has prepared as attributes of the twin, which the twin without a head does not have.
+        if head is None or self.prompt.inputs is not None or not head.is_quicker(rows):
             return None
         return head if head.serves(rows, 1 if rules.beams == 1 else rules.kept) else None
 
