@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every variant of a kernel that a launch can ask for, as NVRTC wants it named: what is compiled and emulated."""
 
+from itertools import product
+
 import torch
 
 from choices import FULL_ROW_VARIANTS
@@ -67,7 +69,7 @@ def small() -> list[str]:
             *(launch.kernel(launch.MERGE, dtype, warps) for warps in launch.MERGE_WARPS),
             *(launch.kernel("pieces::accumulate_piece", dtype, counts_ranks) for counts_ranks in (False, True)),
             launch.kernel("gradients::logit_gradient", dtype),
-            *(launch.sample_kernel(dtype, *which) for which in ((True, False), (True, True), (False, False))),
+            *(launch.sample_kernel(dtype, *which) for which in product((True, False), repeat=2)),
             launch.kernel("ranks::target_ranks", dtype),
             launch.kernel("tokens::token_sums", dtype),
         )

@@ -16,6 +16,13 @@ __device__ __forceinline__ u64 moved(u64 racer, float by) {
   return racer ? racer_of(__uint_as_float(bits_of_key(key_of(racer))) + by, index_of(racer)) : 0;
 }
 
+// Whether tokens race in a kernel that is compiled for it. The check at run time is always true. Without it NVRTC spills
+// registers of sample_rows_kernel for compute capability 12.0.
+template <bool NOISE>
+__device__ __forceinline__ bool races(const SampleRows& p) {
+  return NOISE && p.noise;
+}
+
 // The race in a row. Scores are relative to the logit `base`.
 struct Race {
   const float* noise;  // [V]

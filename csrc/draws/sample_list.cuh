@@ -103,7 +103,7 @@ struct List {
 
   // Draws the samples from the first `kept` tokens. Calls write(sample, token, total) in one thread for each sample.
   // race: at the row's greatest logit. With noise the tokens race. All threads of the block call it.
-  template <class WRITE>
+  template <bool NOISE, class WRITE>
   __device__ __forceinline__ void draw(const SampleRows& p, u32 row, u32 kept, const Race& race,
                                        const WRITE& write) const {
     const u64 total = sum_of(kept);
@@ -115,7 +115,7 @@ struct List {
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < kept; i += kThreads) {
       const u32 index = shared.index[i];
-      if (p.noise) {
+      if (races<NOISE>(p)) {
         const u32 key = shared.key[i];
         const float x = __uint_as_float(bits_of_key(key));
         shared.before[i] = key == kNegativeInfinityKey ? 0 : race.racer(x, index);
@@ -129,7 +129,7 @@ struct List {
     __syncthreads();
 #pragma unroll 1
     for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
-      if (p.noise) {
+      if (races<NOISE>(p)) {
         u64 racer = 0;
 #pragma unroll 1
         for (u32 i = lane_id(); i < kept; i += kWarpSize) racer = max(racer, shared.before[i]);

@@ -100,7 +100,7 @@ __device__ __noinline__ u32 sum_of_block(u32 own, u64* of_warp) {
   return warp_sum(lane_id() < kWarps ? u32(of_warp[lane_id()]) : 0u);
 }
 
-template <class FORMAT>
+template <class FORMAT, bool NOISE>
 class RowSums {
  public:
   using Keys = FormatKeys<FORMAT>;
@@ -283,7 +283,7 @@ class RowSums {
   __device__ __forceinline__ bool sum_pieces(KeyRange range, bool lists, const Weights& weight,
                                              Temperature temperature) {
     __syncthreads();
-    if (p_.noise) start(0);
+    if (races<NOISE>(p_)) start(0);
     if (threadIdx.x == 0) shared_.number_listed = 0;
     __syncthreads();
     const float least = Keys::logit_of(range.low), end = Keys::end_of(range);
@@ -310,7 +310,7 @@ class RowSums {
             to_weights[piece] = sum;
             to_counts[piece] = u64(above) << 32 | within;
           }
-          if (p_.noise) {
+          if (races<NOISE>(p_)) {
             if (above) {
               const Race race(p_, row_, weight.m, temperature);
               const Part part = part_of(piece);
@@ -324,7 +324,7 @@ class RowSums {
     if (is_alone) return true;
 
     BlockScratch& own = scratch_of(rank());
-    if (p_.noise) {
+    if (races<NOISE>(p_)) {
       const u64 racer = winner();
       if (threadIdx.x == 0) own.racer = racer;
     }
@@ -342,7 +342,7 @@ class RowSums {
     const u32 up_to = warp_inclusive_sum(of_block);
     const u32 end_of_list = __shfl_sync(kAllLanes, up_to, warp), all = __shfl_sync(kAllLanes, up_to, kWarpSize - 1);
     const u32 begin = end_of_list - __shfl_sync(kAllLanes, of_block, warp);
-    if (p_.noise && warp < blocks()) enter(load_from_other_block(&scratch_of(warp).racer));
+    if (races<NOISE>(p_) && warp < blocks()) enter(load_from_other_block(&scratch_of(warp).racer));
 #pragma unroll 1
     for (u32 i = begin + lane_id(); i < end_of_list; i += kWarpSize)
       shared_.listed[i] = load_from_other_block(scratch_of(warp).listed + (i - begin));

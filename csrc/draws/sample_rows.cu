@@ -60,18 +60,18 @@ struct RowsShared {
 };
 
 // A block's view of its row. Unless a comment says otherwise, all threads of all blocks of the row call each function.
-template <class FORMAT>
+template <class FORMAT, bool NOISE>
 struct RowSampler {
   using Keys = FormatKeys<FORMAT>;
-  using Reader = typename RowSums<FORMAT>::Reader;
-  using Narrowed = typename RowSums<FORMAT>::Narrowed;
+  using Reader = typename RowSums<FORMAT, NOISE>::Reader;
+  using Narrowed = typename RowSums<FORMAT, NOISE>::Narrowed;
 
   const SampleRows& p;
   RowsShared& shared;
   const u32 row;
   const RowTemperature temperature;
   const Scale scale;  // a member: computed at each use, it makes NVRTC 12.9 spill for compute capability 7.5
-  RowSums<FORMAT> sums;
+  RowSums<FORMAT, NOISE> sums;
   const float m;
 
   __device__ __forceinline__ RowSampler(const SampleRows& p, RowsShared& shared)
@@ -224,10 +224,10 @@ struct RowSampler {
     for_each_own(low, [&](u64 candidate, u64 weight) {
       atomicAdd(&sums.weights()[sums.piece_of(index_of(candidate))], weight);
       kept += 1;
-      if (p.noise)
+      if (races<NOISE>(p))
         racer = max(racer, race().racer(__uint_as_float(bits_of_key(key_of(candidate))), index_of(candidate)));
     });
-    if (p.noise) sums.enter(warp_max(racer));
+    if (races<NOISE>(p)) sums.enter(warp_max(racer));
     __syncthreads();
     return {low, kept};
   }
@@ -235,7 +235,7 @@ struct RowSampler {
   // The same where all tokens of the range have the same key. The first ones of the row are kept.
   __device__ __forceinline__ Border border_of_equal(u64 above, u64 aim, u32 key) const {
     const Border border = last_of_equal(above, aim, key);
-    if (p.noise) {
+    if (races<NOISE>(p)) {
       // More ties than are listed are rare.
       sums.enter(warp_max(race().best_of(sums.logits, threadIdx.x, sums.logits.V, kThreads, [&](float x, u32 i) {
         return order_key(x) == key && make_candidate(key, i) >= border.least;
@@ -277,7 +277,7 @@ struct RowSampler {
 #pragma unroll 1
     for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
       u32 token;
-      if (p.noise) {
+      if (races<NOISE>(p)) {
         token = index_of(sums.winner());
       } else {
         const u64 aim = aim_of(p, row, sample, total);
@@ -341,7 +341,8 @@ struct RowSampler {
           const u32 kept = in_first_warp([&] { return list.kept(filters, shared.wanted.total); });
           if (kept) {
             if (is_first)
-              list.draw(p, row, kept, race(), [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
+              list.template draw<NOISE>(p, row, kept, race(),
+                                        [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
             sums.leave();
             return;
           }
@@ -368,7 +369,7 @@ struct RowSampler {
       if (filters.has_min_p()) least_key = max(least_key, key_of_min_p(filters.least_weight));
     }
     // Tokens of one key are not listed, unless they race.
-    const bool lists_equal = p.noise && found.most <= kMostListed;
+    const bool lists_equal = races<NOISE>(p) && found.most <= kMostListed;
     KeyRange range = {max(found.range.low, least_key), found.range.high};
     if (range.low > range.high) range = {least_key, least_key - 1};
     const bool lists = range.low < range.high || (lists_equal && range.low == range.high);
@@ -383,12 +384,13 @@ struct RowSampler {
   }
 };
 
-// Grid: (rows, blocks_per_row).
-template <class FORMAT>
+// Grid: (rows, blocks_per_row). NOISE is no check at run time, as in sample_vocabulary_kernel: top-p 0.9 of 256 x 128256 bfloat16
+// takes 141 us, with a check 150; min-p 0.05 takes 100, with a check 108 (H200).
+template <class FORMAT, bool NOISE>
 __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kFilteredDraws, kThreads))
     sample_rows_kernel(const __grid_constant__ SampleRows p) {
   __shared__ RowsShared shared;
-  RowSampler<FORMAT>(p, shared).run();
+  RowSampler<FORMAT, NOISE>(p, shared).run();
 }
 
 }  // namespace fused_topk::sampling

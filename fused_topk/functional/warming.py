@@ -169,7 +169,7 @@ class _Calls(NamedTuple):
 
     def _of_draws(self, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[str]:
         """The kernels that draw, and those of the lists that they draw from."""
-        yield from (launch.sample_kernel(dtype, *which) for which in ((True, False), (True, True), (False, False)))
+        yield from (launch.sample_kernel(dtype, *which) for which in product((True, False), repeat=2))
         for top_k, read in product([0, *self.ks], self._rows(shape, dtype)):
             length = launch.sample_list_length(shape[-1], top_k)
             yield row_topk.kernel_on(TopkProblem(read, length, "state", "allowed"), self.gpu.index)

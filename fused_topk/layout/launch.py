@@ -257,10 +257,8 @@ def sample_unit(vocab_size: int) -> float:
 
 
 def sample_kernel(dtype: torch.dtype, draws_from_vocabulary: bool, has_noise: bool) -> str:
-    """Where a list is drawn from, one kernel serves draws with noise and without."""
-    if draws_from_vocabulary:
-        return kernel("sampling::sample_vocabulary", dtype, has_noise)
-    return kernel("sampling::sample_rows", dtype)
+    """The kernel that draws from whole rows, or from lists of their best tokens."""
+    return kernel(f"sampling::sample_{'vocabulary' if draws_from_vocabulary else 'rows'}", dtype, has_noise)
 
 
 # csrc/ranks/target_ranks.cu, where what is read is laid out as for top-k (topk_launch.py)
