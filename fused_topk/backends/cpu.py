@@ -24,12 +24,14 @@ except ImportError as error:
     native = None
     _import_error = str(error)
 
-# The enumerations of csrc/cpu: vector_kernels.h, logit_rows.h (masks), router_kernels.h (values, normalization).
+# The enumerations of csrc/cpu: vector_kernels.h, logit_rows.h (masks), router_kernels.h (values, normalization),
+# full_row_kernels.h.
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NO_MASK, _BOOL_MASK, _PACKED_MASK = 0, 1, 2
 # The dtypes that linear_kernels.cpp multiplies.
 _MULTIPLIED = (torch.float32, torch.bfloat16)
 VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 3}
+FULL_ROW_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 NORMALIZE_OVER = {"allowed": 0, "all": 1, "topk": 2}
 # Looked up once, not at every call.
 num_threads = torch.get_num_threads
@@ -97,7 +99,7 @@ def linear_topk(
     )
 
 
-def layout_of(rows: LogitRows, instruction_set: str) -> Any:
+def layout_of(rows: LogitRows, instruction_set: str = "") -> Any:
     """How the rows lie: struct LogitRows of csrc/cpu/logit_rows.h, without its addresses."""
     logits, mask, lengths = rows.logits, rows.mask, rows.lengths
     return native.logit_rows(

@@ -20,10 +20,9 @@ from ..arguments import (
 from ..gone import refuse
 from ..operators.results import row_result
 from ..operators.row_topk import beam_topk as run_beams
-from ..operators.row_topk import plan, row_topk
+from ..operators.row_topk import plain_beam_topk, plain_topk, plan, row_topk
 from ..problem import TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows, is_plain, plain_rows
-from ..rows import like
 from .out import copied_into, may_be_plain, run_into
 
 _BACKENDS = (None, *backends.NAMES)
@@ -183,7 +182,7 @@ def beam_topk(
     """
     check_common_normalize(normalize, "beam_topk")
     check_backend(backend)
-    rows = plain_rows(logits, temperature, mask, lengths)
+    rows = plain_rows(logits, temperature, mask, lengths, may_learn=True)
     if (
         rows is not None
         and type(k) is int
@@ -191,8 +190,7 @@ def beam_topk(
         and logits.shape[1] > 0
         and is_plain(beam_scores, logits, result_dtype(logits.dtype), logits.shape[:2])
     ):
-        planned = plan(logits.device, rows.layout(), k, "log_softmax", normalize, backend, like(beam_scores))
-        return planned.run(rows, beam_scores)
+        return plain_beam_topk(rows, beam_scores, k, normalize, backend)
     if is_distributed(logits):
         from ..distributed import dtensors
 
@@ -224,12 +222,11 @@ def _row(
         and backend in _BACKENDS
         and (out is None or (dim == -1 and may_be_plain(out, _OUT_TYPES, len(_fields(values)))))
     ):
-        rows = plain_rows(logits, temperature, mask, lengths, out or (), dim)
+        rows = plain_rows(logits, temperature, mask, lengths, out or (), dim, may_learn=out is None)
         if rows is not None:
-            planned = plan(logits.device, rows.layout(), k, values, normalize, backend)
             if out is not None:
-                return run_into(planned, out, rows)
-            best = planned.run(rows)
+                return run_into(plan(logits.device, rows.layout(), k, values, normalize, backend), out, rows)
+            best = plain_topk(rows, k, values, normalize, backend)
             return best if dim == -1 else _with_dim(best, dim)
     check_normalize(normalize)
     check_backend(backend)

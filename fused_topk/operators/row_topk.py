@@ -27,6 +27,7 @@ from ..problem import TopK, TopkProblem, result_dtype
 from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from . import gradients
+from .dispatch import wants_gradient
 from .operator import Operator, mapped
 from .results import Plan, beam_result, empty, row_result
 
@@ -270,6 +271,21 @@ def row_topk(rows: LogitRows, k: int, values: str, normalize: str, backend: str 
     return TopK(*_row_topk(*rows, k, values, normalize, backend))
 
 
+def plain_topk(rows: LogitRows, k: int, values: str, normalize: str, backend: str | None) -> TopK:
+    """The k best of plain rows, whose plan checks them."""
+    if wants_gradient(rows.logits):
+        return TopK(*_row_topk.with_gradient(*rows, k, values, normalize, backend))
+    return plan(rows.logits.device, rows.layout(), k, values, normalize, backend).run(rows)
+
+
 def beam_topk(rows: LogitRows, beam_scores: Tensor, k: int, normalize: str, backend: str | None) -> TopK:
     """The k best over the beams of (batch, beams, V)."""
     return TopK(*_beam_topk(*rows, beam_scores, k, normalize, backend))
+
+
+def plain_beam_topk(rows: LogitRows, beam_scores: Tensor, k: int, normalize: str, backend: str | None) -> TopK:
+    """Likewise of plain rows and scores, which are of the result's dtype."""
+    if wants_gradient(rows.logits):
+        return TopK(*_beam_topk.with_gradient(*rows, beam_scores, k, normalize, backend))
+    request = k, "log_softmax", normalize, backend, like(beam_scores)
+    return plan(rows.logits.device, rows.layout(), *request).run(rows, beam_scores)
