@@ -6,6 +6,7 @@ what all families read is given to it.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,7 +63,12 @@ def multiplies(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether linear_topk() can read this LM head where it lies."""
     if weight.dtype not in _MULTIPLIED or not weight.numel() or weight.stride(-1) != 1:
         return False
-    return all(x.data_ptr() % x.element_size() == 0 for x in (hidden, weight, bias) if x is not None)
+    return have_whole_elements(hidden, weight, bias)
+
+
+def have_whole_elements(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the addresses of tensors of one dtype are multiples of its size."""
+    return not (hidden.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())) % weight.itemsize
 
 
 def linear_topk(
@@ -73,30 +79,47 @@ def linear_topk(
     best: contiguous tensors for the result. state: (rows, 2), for m and d; None if nobody wants them. `instruction_set`: as
     for row_topk.prepare_cpu().
     """
+    rows, weight, bias, *_ = problem
+    if rows.logits.stride(-1) != 1:
+        rows = rows.with_logits(rows.logits.contiguous())
+        problem = problem._replace(rows=rows)
+    prepare_linear_topk(problem, k, values, instruction_set)(rows, best, weight, bias, state)
+
+
+def prepare_linear_topk(problem: LinearProblem, k: int, values: str, instruction_set: str = "") -> Callable[..., None]:
+    """Likewise for all calls with tensors of these layouts. The hidden states have adjacent elements."""
     rows, weight, bias, _, normalize = problem
-    if values == "state":
-        # The logits, with m and d at the temperature.
-        values = "logits"
-    hidden = rows.logits if rows.logits.stride(-1) == 1 else rows.logits.contiguous()
+    hidden = rows.logits
     # A tensor of the logits' shape stands for them, because they are never all in memory.
-    rows = rows.with_logits(hidden.new_empty((1, 1)).expand(len(hidden), len(weight)))
-    native.linear_topk(
-        layout_of(rows, instruction_set),
-        addresses_of(rows),
-        hidden.shape[1],
-        hidden.data_ptr(),
-        hidden.stride(0),
-        weight.data_ptr(),
-        weight.stride(0),
-        address(bias),
-        0 if bias is None else bias.stride(0),
-        k,
-        VALUE_KINDS[values],
-        NORMALIZE_OVER[normalize],
-        *map(address, best),
-        address(state),
-        num_threads(),
-    )
+    layout = layout_of(rows.with_logits(hidden.new_empty((1, 1)).expand(len(hidden), len(weight))), instruction_set)
+    depth, hidden_stride, weight_stride = hidden.shape[1], hidden.stride(0), weight.stride(0)
+    bias_stride = 0 if bias is None else bias.stride(0)
+    # "state": the logits, with m and d at the temperature.
+    kind, over = VALUE_KINDS["logits" if values == "state" else values], NORMALIZE_OVER[normalize]
+
+    def run(rows: LogitRows, out: TopK, weight: Tensor, bias: Tensor | None, state: Tensor | None = None) -> None:
+        values, indices, logsumexp = out
+        native.linear_topk(
+            layout,
+            addresses_of(rows),
+            depth,
+            rows.logits.data_ptr(),
+            hidden_stride,
+            weight.data_ptr(),
+            weight_stride,
+            address(bias),
+            bias_stride,
+            k,
+            kind,
+            over,
+            values.data_ptr(),
+            indices.data_ptr(),
+            logsumexp.data_ptr(),
+            address(state),
+            num_threads(),
+        )
+
+    return run
 
 
 def layout_of(rows: LogitRows, instruction_set: str = "") -> Any:
