@@ -18,9 +18,10 @@ from ..arguments import (
     is_distributed,
 )
 from ..gone import refuse
+from ..operators.dispatch import is_seen_by_torch
 from ..operators.results import row_result
 from ..operators.row_topk import beam_topk as run_beams
-from ..operators.row_topk import plain_beam_topk, plain_topk, plan, row_topk
+from ..operators.row_topk import plain_beam_topk, plain_topk, plan, plan_of_logits, row_topk
 from ..problem import TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows, is_plain, plain_rows
 from .out import copied_into, may_be_plain, run_into
@@ -222,6 +223,20 @@ def _row(
         and backend in _BACKENDS
         and (out is None or (dim == -1 and may_be_plain(out, _OUT_TYPES, len(_fields(values)))))
     ):
+        # The plainest call has a path of its own: for a short row, making its rows would show.
+        if (
+            mask is None
+            and lengths is None
+            and out is None
+            and dim == -1
+            and type(temperature) is float
+            and temperature == 1.0
+            and type(logits) is Tensor
+            and not logits.requires_grad
+            and not is_seen_by_torch(logits)
+        ):
+            key = logits.dtype, logits.shape, logits.stride()
+            return plan_of_logits(key, logits.device, k, values, normalize, backend)(logits)
         rows = plain_rows(logits, temperature, mask, lengths, out or (), dim, may_learn=out is None)
         if rows is not None:
             if out is not None:
