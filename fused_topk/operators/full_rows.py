@@ -26,7 +26,7 @@ from ..problem import FullRowProblem, result_dtype
 from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, LogitRows, RowsLayout, unflattened
 from .dispatch import wants_gradient
-from .gradients import for_inputs, save_rows, saved_rows
+from .gradients import for_inputs, native_gradient, save_rows, saved_rows
 from .operator import Operator, map_rows
 from .results import empty, empty_like
 
@@ -164,7 +164,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    rows = saved_rows(ctx)[0].broadcast()
+    rows, _ = saved_rows(ctx)
+    if ctx.values == "logsumexp":
+        # As of top-k, of which there is nothing here.
+        none = gradient.new_empty((*gradient.shape, 0))
+        found = native_gradient(rows, "log_softmax", "allowed", none, none, None, gradient, ctx.backend)
+        if found is not None:
+            return for_inputs(found, count=3)
+    rows = rows.broadcast()
     dtype = result_dtype(ctx.logits_dtype)
     g, hidden = gradient.to(dtype), rows.uncounted()
     # The value of a hidden token is the constant 0 or -inf.

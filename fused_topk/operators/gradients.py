@@ -65,10 +65,9 @@ def _row_gradient(
 ) -> Tensor:
     """The gradient of the logits, given those of values (..., k), which are those of `kind` ("softmax" or "log_softmax"), and of the
     logsumexp (...)."""
-    if not torch.is_grad_enabled() and not is_seen_by_torch(rows.logits, grad_values, grad_logsumexp):
-        run = _native(rows.logits.device, rows.layout(), kind, normalize, backend)
-        if run is not None:
-            return run(rows, values, indices, grad_values, grad_logsumexp)
+    found = native_gradient(rows, kind, normalize, values, indices, grad_values, grad_logsumexp, backend)
+    if found is not None:
+        return found
     rows = rows.broadcast()
     if grad_values is None:
         grad_values = torch.zeros_like(values)
@@ -88,11 +87,28 @@ def _row_gradient(
     return (gradient if hidden is None else gradient.masked_fill(hidden, 0.0)).to(rows.logits.dtype)
 
 
+def native_gradient(
+    rows: LogitRows,
+    kind: str,
+    normalize: str,
+    values: Tensor,
+    indices: Tensor,
+    grad_values: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    backend: str | None,
+) -> Tensor | None:
+    """_row_gradient() by the CPU's kernel. None where that does not serve the call, or torch must see it."""
+    if torch.is_grad_enabled() or is_seen_by_torch(rows.logits, grad_values, grad_logsumexp):
+        return None
+    run = _native(rows.logits.device, rows.layout(), kind, normalize, backend)
+    return None if run is None else run(rows, values, indices, grad_values, grad_logsumexp)
+
+
 @functools.lru_cache(maxsize=4096)
 def _native(
     device: torch.device, layout: RowsLayout, kind: str, normalize: str, backend: str | None
 ) -> Callable[..., Tensor] | None:
-    """What computes _row_gradient() of such rows by the CPU's kernel. None where torch operations do."""
+    """What computes native_gradient() of such rows."""
     rows = check_layout(layout)
     shape, dtype = rows.logits.shape, rows.logits.dtype
     # The kernel takes the normalizer from the tokens that may be chosen.
