@@ -64,12 +64,9 @@ struct Solver {
     const bool are_softmax = g.value_kind == ValueKind::kProbabilities;
     const float* const values = g.values + row * g.k;
     double sum = 0.0;
-    // The value of a hidden token is constant.
-    const auto is_constant = [&](u32 i) {
-      return !g.grad_values || (reader.may_hide() && reader.hides(u32(g.indices[row * g.k + i])));
-    };
-    for (u32 i = 0; i < g.k; ++i) {
-      if (is_constant(i)) continue;
+    for (u32 i = 0; i < g.k && g.grad_values; ++i) {
+      // The value of a hidden token is constant.
+      if (reader.may_hide() && reader.hides(u32(g.indices[row * g.k + i]))) continue;
       amounts_of_row[i] = g.grad_values[row * g.k + i] * (are_softmax ? values[i] : 1.0f);
       sum += amounts_of_row[i];
     }
@@ -78,7 +75,7 @@ struct Solver {
       coefficient -= sum;
     } else {
       for (u32 i = 0; i < g.k; ++i) {
-        if (!is_constant(i)) amounts_of_row[i] -= float(sum * (are_softmax ? values[i] : std::exp(values[i])));
+        amounts_of_row[i] -= float(sum * (are_softmax ? values[i] : std::exp(values[i])));
       }
     }
     coefficients[row] = float(coefficient);
