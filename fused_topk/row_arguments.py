@@ -20,7 +20,7 @@ from .arguments import (
     is_readable,
     number_outside,
 )
-from .operators.dispatch import need_dispatcher
+from .operators.dispatch import is_seen_by_torch, need_dispatcher
 from .problem import result_dtype
 from .rows import LogitRows, RowsLayout
 from .scale import Scale
@@ -80,10 +80,13 @@ def plain_rows(
     lengths: Any = None,
     others: Sequence[Any] = (),
     dim: int = -1,
+    *,
+    may_learn: bool = False,
 ) -> LogitRows | None:
     """The rows of a call that needs no dispatcher of torch, by quick checks: the plan of their layout makes all other checks. The
     tensors are as the user gives them, and not broadcast. None if an argument may need more than that; check_rows() then decides.
-    others: the other tensors of the call. dim: the dimension of the vocabulary, which is last in the result."""
+    others: the other tensors of the call. dim: the dimension of the vocabulary, which is last in the result. may_learn: whether the
+    caller also serves logits that autograd must see."""
     if type(logits) is not Tensor:
         return None
     if dim != -1:
@@ -91,15 +94,16 @@ def plain_rows(
         if mask is not None or not -dims <= dim < dims:
             return None
         logits = logits.movedim(dim, -1)
+    need = is_seen_by_torch if may_learn else need_dispatcher
     if type(temperature) is float and temperature == 1.0 and mask is None and lengths is None:
         # The plainest call has a path of its own: for a short row, looking at the optional arguments would show.
-        return None if need_dispatcher(logits, *others) else tuple.__new__(LogitRows, (logits, 1.0, None, None, None))
+        return None if need(logits, *others) else tuple.__new__(LogitRows, (logits, 1.0, None, None, None))
     number, row_temperature = 1.0, temperature if isinstance(temperature, Tensor) else None
     # A loop, because any() of a generator would show.
     for tensor in (row_temperature, mask, lengths):
         if tensor is not None and (type(tensor) is not Tensor or tensor.device != logits.device):
             return None
-    if need_dispatcher(logits, row_temperature, mask, lengths, *others) or logits.dim() == 0:
+    if need(logits, row_temperature, mask, lengths, *others) or logits.dim() == 0:
         return None
     if row_temperature is not None:
         if row_temperature.dtype is not result_dtype(logits.dtype) or row_temperature.requires_grad:

@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from fused_topk.functional import linear as functional
 from fused_topk.layout import linear_pieces as layout
 from oracle import DTYPES
 
@@ -35,8 +36,14 @@ def gradients_in_pieces(monkeypatch, rows: int, tokens: int) -> None:
         monkeypatch.setattr(layout, name, lambda *sizes: layout.Pieces(rows, min(tokens, sizes[1]), 1, blocks=2))
 
 
-def merged_in_pieces(monkeypatch, rows: int, tokens: int, states: int) -> None:
+def without_the_native_kernel(monkeypatch) -> None:
     monkeypatch.setattr(layout, "_NATIVE_ROWS", 0)
+    # The plan of a head is made anew, and the test's own does not stay.
+    monkeypatch.setattr(functional, "_plan", functional._plan.__wrapped__)
+
+
+def merged_in_pieces(monkeypatch, rows: int, tokens: int, states: int) -> None:
+    without_the_native_kernel(monkeypatch)
     monkeypatch.setattr(
         layout, "forward_pieces", lambda *sizes: layout.Pieces(rows, min(tokens, sizes[1]), states, blocks=2)
     )

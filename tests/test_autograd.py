@@ -178,3 +178,34 @@ def test_gradient_of_parts_of_which_one_has_no_finite_logit(backend, entry, empt
         grads.append(logits.grad)
     assert grads[1].isfinite().all()
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [40, 9000, 70000])
+@pytest.mark.parametrize("entry", ["log_softmax_topk", "softmax_topk"])
+@pytest.mark.parametrize("normalize", NORMALIZE)
+def test_gradient_of_the_native_kernel(cpu, threads, entry, vocab_size, normalize):
+    """As in float64; zero for hidden tokens, those of a row without probabilities too; NaN for the others there."""
+    threads(2)
+    logits = random_logits(3, vocab_size)
+    logits[1] = -INF
+    mask, lengths = random_mask(3, vocab_size), torch.tensor([vocab_size, vocab_size - 5, vocab_size // 2])
+    # So that hidden tokens are among the chosen ones.
+    mask[2, 3:] = False
+    rows = torch.tensor([0.5, 1.0, 2.0])
+    grad_values, grad_logsumexp = random_logits(3, 7, seed=1), random_logits(3, seed=2)
+    for settings in (
+        {},
+        {"lengths": lengths, "temperature": rows},
+        {"mask": mask},
+        {"mask": packed(mask), "temperature": 0.7},
+    ):
+        gradients = []
+        for dtype in (torch.float32, torch.float64):
+            given = {name: x.to(dtype) if x is rows else x for name, x in settings.items()}
+            leaf = logits.to(dtype).requires_grad_()
+            found = getattr(fused_topk, entry)(leaf, 7, normalize=normalize, **given)
+            of_results = [grad_values.to(dtype), grad_logsumexp.to(dtype)]
+            gradients.append(
+                torch.autograd.grad((found.values, found.logsumexp), leaf, of_results)[0].to(torch.float32)
+            )
+        torch.testing.assert_close(*gradients, rtol=5e-5, atol=2e-6, equal_nan=True)

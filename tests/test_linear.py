@@ -15,6 +15,7 @@ from contract_results import flat
 from fused_topk import TokenLogprobs, TopK, TopKLogits, arguments
 from fused_topk.backends import cpu as native_cpu
 from fused_topk.backends import cuda, cuda_pieces
+from fused_topk.functional import linear as functional
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import linear_backward, linear_pieces
 from fused_topk.problem import LinearProblem
@@ -406,10 +407,11 @@ def test_linear_scratch_memory_of_a_mask_that_rows_share(is_packed):
 def test_linear_choice_of_the_native_kernel(monkeypatch, cpu):
     """Which calls it takes, by what is asked of it."""
     taken = []
-    native = native_cpu.linear_topk
+    native = native_cpu.prepare_linear_topk
     monkeypatch.setattr(
-        native_cpu, "linear_topk", lambda head, *rest: taken.append(head.row_count) or native(head, *rest)
+        native_cpu, "prepare_linear_topk", lambda head, *rest: taken.append(head.row_count) or native(head, *rest)
     )
+    functional._plan.cache_clear()
     for rows, depth, k, dtype in (
         (32, 256, 8, "fp32"),
         (33, 256, 8, "fp32"),

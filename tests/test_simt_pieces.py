@@ -14,7 +14,7 @@ from fused_topk.layout import launch
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import linear_pieces
 from fused_topk.rows import LogitRows
-from linear_heads import ENTRIES, exact_head, exact_logits
+from linear_heads import ENTRIES, exact_head, exact_logits, without_the_native_kernel
 from oracle import DTYPES, assert_topk, expected, problem_of, start
 from rows import adversarial_rows, random_logits, random_mask
 from simt.emulate import emulated
@@ -212,7 +212,7 @@ def test_heads(monkeypatch, entry, dtype, more, has_bias):
     targets = (torch.arange(7) * 500).unsqueeze(-1) if has_targets else None
     # test_simt_tokens.py has the kernel of sums.
     monkeypatch.setitem(operators.token_spread.ON, "cuda", operators.token_spread.reference)
-    monkeypatch.setattr(layout, "_NATIVE_ROWS", 0)
+    without_the_native_kernel(monkeypatch)
     monkeypatch.setattr(layout, "forward_pieces", lambda *sizes: layout.Pieces(3, 1024, 2))
     monkeypatch.setattr(layout, "accumulated_pieces", lambda *sizes: layout.Pieces(4, 1024, 0))
     monkeypatch.setattr(cuda, "multiprocessors", lambda device: 1)

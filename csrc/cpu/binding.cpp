@@ -131,15 +131,32 @@ class FullRows {
     request_.out_dtype = DType(out_dtype);
   }
 
-  void operator()(const RowAddresses& rows, std::uintptr_t out, u32 threads) const {
+  void operator()(const RowAddresses& rows, std::uintptr_t out, u32 threads) const { run(rows, out, threads, nullptr); }
+
+  // For a request for softmax: the gradient of the logits, given those of the k best.
+  void gradient(const RowAddresses& rows, u32 k, u32 value_kind, u32 normalize_over, std::uintptr_t values,
+                std::uintptr_t indices, std::uintptr_t grad_values, std::uintptr_t grad_logsumexp, std::uintptr_t out,
+                u32 threads) const {
+    const TopkGradient given{k,
+                             ValueKind(value_kind),
+                             NormalizeOver(normalize_over),
+                             pointer<const float>(values),
+                             pointer<const i64>(indices),
+                             pointer<const float>(grad_values),
+                             pointer<const float>(grad_logsumexp)};
+    run(rows, out, threads, &given);
+  }
+
+ private:
+  void run(const RowAddresses& rows, std::uintptr_t out, u32 threads, const TopkGradient* gradient) const {
     const MaybeWithoutGil without_gil(elements_of(request_));
     FullRowProblem p = request_;
     point_to(p, rows, threads);
     p.out = pointer<char>(out);
+    p.gradient = gradient;
     solve(p);
   }
 
- private:
   FullRowProblem request_;
 };
 
@@ -375,7 +392,8 @@ NB_MODULE(_cpu, module) {
       .def("__call__", &Topk::operator());
   nb::class_<FullRows>(module, "FullRows")
       .def(nb::init<const LogitRows&, u32, u32>())
-      .def("__call__", &FullRows::operator());
+      .def("__call__", &FullRows::operator())
+      .def("gradient", &FullRows::gradient);
   nb::class_<Router>(module, "Router")
       .def(nb::init<const LogitRows&, u32, u32, u32, u32, bool, bool, double>())
       .def("__call__", &Router::operator());

@@ -44,10 +44,41 @@ struct Solver {
   std::vector<BlockNormalizer> normalizers;  // [rows, blocks]
   std::unique_ptr<float[]> kept;             // nullable; [rows, vocab_size]
   std::vector<FinishedRow> results;          // [rows]
+  // Only for a gradient, which is (coefficient p + the amount of a token) / T.
+  std::vector<float> coefficients;  // [rows]
+  std::vector<float> amounts;       // [rows, k]
 
   explicit Solver(const FullRowProblem& p) : problem(p), rows(rows_of(p.sizes)), temperature(p.scale.temperature) {
     blocks = (p.vocab_size - 1) / kBlock + 1;
     parts = parts_of_a_row(rows, blocks, threads());
+    if (!p.gradient) return;
+    coefficients.resize(rows);
+    amounts.resize(rows * p.gradient->k);
+    for (u64 row = 0; row < rows; ++row) prepare_gradient(row, amounts.data() + row * p.gradient->k);
+  }
+
+  // amounts_of_row: [k]
+  void prepare_gradient(u64 row, float* amounts_of_row) {
+    const TopkGradient& g = *problem.gradient;
+    const RowReader reader(problem, row);
+    const bool are_softmax = g.value_kind == ValueKind::kProbabilities;
+    const float* const values = g.values + row * g.k;
+    double sum = 0.0;
+    for (u32 i = 0; i < g.k && g.grad_values; ++i) {
+      // The value of a hidden token is constant.
+      if (reader.may_hide() && reader.hides(u32(g.indices[row * g.k + i]))) continue;
+      amounts_of_row[i] = g.grad_values[row * g.k + i] * (are_softmax ? values[i] : 1.0f);
+      sum += amounts_of_row[i];
+    }
+    double coefficient = g.grad_logsumexp ? g.grad_logsumexp[row] : 0.0;
+    if (g.normalize_over != NormalizeOver::kTopK) {
+      coefficient -= sum;
+    } else {
+      for (u32 i = 0; i < g.k; ++i) {
+        amounts_of_row[i] -= float(sum * (are_softmax ? values[i] : std::exp(values[i])));
+      }
+    }
+    coefficients[row] = float(coefficient);
   }
 
   u32 threads() const { return useful_threads(rows * problem.vocab_size, problem.threads); }
@@ -92,7 +123,7 @@ struct Solver {
 
   void solve_short_rows(u64 first, u32 count, float* buffer) const {
     const u32 n = problem.vocab_size;
-    const float* const x = read_rows(problem, first, count, buffer);  // [count, n]
+    const float* const x = read_allowed(problem, first, count, buffer);  // [count, n]
     const u32 width = problem.kind == FullRowKind::kLogSumExp ? 1 : n;
     char* const out = problem.out + first * width * kItemSize[problem.out_dtype];
     float* const y = problem.out_dtype == kFloat32 ? reinterpret_cast<float*>(out) : buffer;  // [count, width]
@@ -100,6 +131,7 @@ struct Solver {
     for_each_temperature(problem, temperature, first, count, [&](u32 begin, u32 some, const Temperatures& t) {
       full_rows.short_rows(problem.kind, x + u64(begin) * n, some, n, t, y + u64(begin) * width);
     });
+    for (u32 i = 0; i < count && problem.gradient; ++i) differentiate(first + i, 0, n, y + u64(i) * n);
     if (problem.out_dtype != kFloat32) full_rows.store[problem.out_dtype](y, count * n, out);
   }
 
@@ -154,6 +186,24 @@ struct Solver {
     }
   }
 
+  // Turns y [n], the row's probabilities from token `begin` on, into the gradient of their logits.
+  void differentiate(u64 row, u32 begin, u32 n, float* y) const {
+    const FullRowKernels& full_rows = *kernels.full_rows;
+    full_rows.scale(y, n, coefficients[row], y);
+    const u32 k = problem.gradient->k;
+    for (u64 i = row * k; i < (row + 1) * k; ++i) {
+      const u64 place = u64(problem.gradient->indices[i]) - begin;
+      if (place < n) y[place] += amounts[i];
+    }
+    const double inverse = temperature_at(row).inverse;
+    if (inverse != 1.0) full_rows.scale(y, n, float(inverse), y);
+    const RowReader reader(problem, row);
+    // A hidden token has no gradient, even in a row without probabilities.
+    for (u32 i = 0; i < n && reader.may_hide(); ++i) {
+      if (y[i] != y[i] && reader.hides(begin + i)) y[i] = 0.0f;
+    }
+  }
+
   FinishedRow finish(u64 row, const BlockNormalizer* block_normalizers) const {
     const double inverse = temperature_at(row).inverse;
     const FinishedRow finished(merged(block_normalizers, RowReader(problem, row).blocks(), inverse), inverse);
@@ -197,6 +247,7 @@ struct Solver {
         full_rows.log_values(x, n, float(result.m), float(t.inverse), float(result.log_d), y);
       }
       std::fill(y + n, y + of_block, nothing);
+      if (problem.gradient) differentiate(row, begin, of_block, y);
       store(begin, of_block, y);
     }
   }

@@ -4,13 +4,26 @@
 
 #include "full_row_kernels.h"
 #include "logit_rows.h"
+#include "router_kernels.h"
 
 namespace fused_topk::cpu {
+
+// The gradients of a loss with respect to the k best of rows and to their logsumexp. All tensors are contiguous.
+struct TopkGradient {
+  u32 k;
+  ValueKind value_kind;  // kSoftmax or kLogSoftmax
+  NormalizeOver normalize_over;
+  const float* values;          // [sizes..., k]
+  const i64* indices;           // like values
+  const float* grad_values;     // nullable; like values
+  const float* grad_logsumexp;  // nullable; [sizes...]
+};
 
 struct FullRowProblem : LogitRows {
   DType out_dtype;  // kFloat32 for kLogSumExp
   FullRowKind kind;
-  char* out;  // [sizes..., vocab_size], or [sizes...] for kLogSumExp; contiguous
+  char* out;                     // [sizes..., vocab_size], or [sizes...] for kLogSumExp; contiguous
+  const TopkGradient* gradient;  // nullable; with kSoftmax: the result is the gradient of the logits instead
 };
 
 // Throws std::bad_alloc.

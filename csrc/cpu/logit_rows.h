@@ -253,6 +253,14 @@ class RowReader {
     if (mask_) apply_mask(rows_, mask_, begin, n, x);
     return x[n - 1];
   }
+  bool may_hide() const { return mask_ || length_ < rows_.vocab_size; }
+  // Whether a token is not allowed, or lies beyond the row's length.
+  bool hides(u32 token) const {
+    if (token >= length_ || !mask_) return token >= length_;
+    float x[32] = {};
+    apply_mask(rows_, mask_, token / 32 * 32, token % 32 + 1, x);
+    return x[token % 32] != 0.0f;
+  }
   // Writes -inf where the mask hides an element of the block. x: [elements_of(block)]
   void hide(u32 block, float* x) const {
     if (mask_) apply_mask(rows_, mask_, block * kBlock, elements_of(block), x);

@@ -6,6 +6,7 @@ what all families read is given to it.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +25,14 @@ except ImportError as error:
     native = None
     _import_error = str(error)
 
-# The enumerations of csrc/cpu: vector_kernels.h, logit_rows.h (masks), router_kernels.h (values, normalization).
+# The enumerations of csrc/cpu: vector_kernels.h, logit_rows.h (masks), router_kernels.h (values, normalization),
+# full_row_kernels.h.
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NO_MASK, _BOOL_MASK, _PACKED_MASK = 0, 1, 2
 # The dtypes that linear_kernels.cpp multiplies.
 _MULTIPLIED = (torch.float32, torch.bfloat16)
 VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 3}
+FULL_ROW_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 NORMALIZE_OVER = {"allowed": 0, "all": 1, "topk": 2}
 # Looked up once, not at every call.
 num_threads = torch.get_num_threads
@@ -60,7 +63,12 @@ def multiplies(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether linear_topk() can read this LM head where it lies."""
     if weight.dtype not in _MULTIPLIED or not weight.numel() or weight.stride(-1) != 1:
         return False
-    return all(x.data_ptr() % x.element_size() == 0 for x in (hidden, weight, bias) if x is not None)
+    return have_whole_elements(hidden, weight, bias)
+
+
+def have_whole_elements(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the addresses of tensors of one dtype are multiples of its size."""
+    return not (hidden.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())) % weight.itemsize
 
 
 def linear_topk(
@@ -71,30 +79,47 @@ def linear_topk(
     best: contiguous tensors for the result. state: (rows, 2), for m and d; None if nobody wants them. `instruction_set`: as
     for row_topk.prepare_cpu().
     """
+    rows, weight, bias, *_ = problem
+    if rows.logits.stride(-1) != 1:
+        rows = rows.with_logits(rows.logits.contiguous())
+        problem = problem._replace(rows=rows)
+    prepare_linear_topk(problem, k, values, instruction_set)(rows, best, weight, bias, state)
+
+
+def prepare_linear_topk(problem: LinearProblem, k: int, values: str, instruction_set: str = "") -> Callable[..., None]:
+    """Likewise for all calls with tensors of these layouts. The hidden states have adjacent elements."""
     rows, weight, bias, _, normalize = problem
-    if values == "state":
-        # The logits, with m and d at the temperature.
-        values = "logits"
-    hidden = rows.logits if rows.logits.stride(-1) == 1 else rows.logits.contiguous()
+    hidden = rows.logits
     # A tensor of the logits' shape stands for them, because they are never all in memory.
-    rows = rows.with_logits(hidden.new_empty((1, 1)).expand(len(hidden), len(weight)))
-    native.linear_topk(
-        layout_of(rows, instruction_set),
-        addresses_of(rows),
-        hidden.shape[1],
-        hidden.data_ptr(),
-        hidden.stride(0),
-        weight.data_ptr(),
-        weight.stride(0),
-        address(bias),
-        0 if bias is None else bias.stride(0),
-        k,
-        VALUE_KINDS[values],
-        NORMALIZE_OVER[normalize],
-        *map(address, best),
-        address(state),
-        num_threads(),
-    )
+    layout = layout_of(rows.with_logits(hidden.new_empty((1, 1)).expand(len(hidden), len(weight))), instruction_set)
+    depth, hidden_stride, weight_stride = hidden.shape[1], hidden.stride(0), weight.stride(0)
+    bias_stride = 0 if bias is None else bias.stride(0)
+    # "state": the logits, with m and d at the temperature.
+    kind, over = VALUE_KINDS["logits" if values == "state" else values], NORMALIZE_OVER[normalize]
+
+    def run(rows: LogitRows, out: TopK, weight: Tensor, bias: Tensor | None, state: Tensor | None = None) -> None:
+        values, indices, logsumexp = out
+        native.linear_topk(
+            layout,
+            addresses_of(rows),
+            depth,
+            rows.logits.data_ptr(),
+            hidden_stride,
+            weight.data_ptr(),
+            weight_stride,
+            address(bias),
+            bias_stride,
+            k,
+            kind,
+            over,
+            values.data_ptr(),
+            indices.data_ptr(),
+            logsumexp.data_ptr(),
+            address(state),
+            num_threads(),
+        )
+
+    return run
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,7 +143,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product
 
 
-def layout_of(rows: LogitRows, instruction_set: str) -> Any:
+def layout_of(rows: LogitRows, instruction_set: str = "") -> Any:
     """How the rows lie: struct LogitRows of csrc/cpu/logit_rows.h, without its addresses."""
     logits, mask, lengths = rows.logits, rows.mask, rows.lengths
     return native.logit_rows(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_backend, check_result_dtype, check_whole_rows, is_distributed
-from ..operators.full_rows import full_rows, plan
+from ..operators.full_rows import full_rows, plain_full_rows
 from ..problem import result_dtype
 from ..row_arguments import check_rows, plain_rows
 
@@ -107,10 +107,10 @@ def _values(
         and (backend is None or type(backend) is str)
         and (dtype is None or type(dtype) is torch.dtype)
     ):
-        rows = plain_rows(logits, temperature, lengths=lengths, dim=dim)
+        rows = plain_rows(logits, temperature, lengths=lengths, dim=dim, may_learn=True)
         if rows is not None:
             check_backend(backend)
-            result = plan(logits.device, rows.layout(), values, dtype, backend)(rows)
+            result = plain_full_rows(rows, values, dtype, backend)
             return result if dim == -1 or values == "logsumexp" else result.movedim(-1, dim)
     check_backend(backend)
     if is_distributed(logits):

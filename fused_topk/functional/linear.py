@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
+from .. import backends
 from ..arguments import (
     check_backend,
     check_common_normalize,
@@ -18,15 +21,20 @@ from ..arguments import (
     check_normalize,
     logits_of_head,
 )
+from ..backends.cpu import have_whole_elements
 from ..gone import refuse
 from ..operators import linear, linear_pieces
-from ..operators.dispatch import need_dispatcher, transform_is_active, wants_gradient
+from ..operators.dispatch import transform_is_active, wants_gradient
+from ..operators.results import Plan
 from ..problem import LinearProblem, TokenLogprobs, TopK, TopKLogits
-from ..row_arguments import check_rows
-from ..rows import LogitRows
+from ..row_arguments import check_rows, plain_rows
+from ..rows import Like, LogitRows, RowsLayout, like, like_given
 from ..tracing import is_traced
 from . import autocast
 from .tokens import check_ties, check_tokens
+
+_BACKENDS = (None, *backends.NAMES)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def linear_softmax_topk(
@@ -224,16 +232,46 @@ def _best(
     normalize: str,
     backend: str | None,
 ) -> TopK:
+    if (
+        type(k) is int
+        and type(normalize) is str
+        and backend in _BACKENDS
+        and type(weight) in _PLAIN
+        and weight.is_cpu
+        and (bias is None or (type(bias) in _PLAIN and bias.is_cpu))
+        and not torch.is_autocast_enabled("cpu")
+    ):
+        rows = plain_rows(hidden, temperature, mask, others=(weight, bias))
+        if rows is not None and hidden.is_cpu and have_whole_elements(hidden, weight, bias):
+            planned = _plan(hidden.device, rows.layout(), like(weight), like_given(bias), k, values, normalize, backend)
+            if planned is not None:
+                return planned.run(rows, weight, bias)
     head = _checked_head(hidden, weight, bias, temperature, mask, normalize, backend)
     check_k(k, weight.shape[0])
-    if not need_dispatcher(*head.rows.tensors(), head.weight, head.bias):
-        best = linear_pieces.by_the_native_kernel(head, k, values, backend)
-        if best is not None:
-            return best
     # Unpacked, because torch.compile of torch 2.6 cannot trace a slice of a named tuple.
     wanted = (k, values, backend, None, _is_learned(head), False, False, False)
     chosen, indices, logsumexp, *_ = linear.linear_topk(*head.flat(), *wanted)
     return TopK(chosen, indices, logsumexp)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    device: torch.device,
+    layout: RowsLayout,
+    weight: Like,
+    bias: Like | None,
+    k: int,
+    values: str,
+    normalize: str,
+    backend: str | None,
+) -> Plan[TopK] | None:
+    """Checks a head and the other arguments, and plans the call, once for all calls alike. None where the CPU's own kernel does not
+    serve it. layout: of the rows, with the hidden states in the place of the logits."""
+    hidden, temperature, mask, _ = layout.given()
+    of_bias = None if bias is None else bias.meta()
+    head = _checked_head(hidden, weight.meta(), of_bias, temperature, mask, normalize, backend)
+    check_k(k, weight.shape[0])
+    return linear_pieces.native_plan(device, head, k, values, backend)
 
 
 def _checked_head(

@@ -24,8 +24,7 @@ from ..gone import refuse
 from ..operators.dispatch import need_dispatcher
 from ..operators.merging import merge_parts, plan
 from ..operators.results import Plan
-from ..operators.row_topk import plan as plan_of_rows
-from ..operators.row_topk import row_topk
+from ..operators.row_topk import plain_topk, row_topk
 from ..problem import MergeProblem, TopK, TopKState, result_dtype
 from ..row_arguments import check_rows, check_temperature, plain_rows
 from ..rows import Like, like
@@ -72,7 +71,7 @@ def topk_state(
         The candidates, their order, ties, NaN, waiting and determinism are those of :func:`topk`. The logits are copied
         bit for bit. The logits, m and d are differentiable.
     """
-    rows = plain_rows(logits, temperature, mask, lengths)
+    rows = plain_rows(logits, temperature, mask, lengths, may_learn=True)
     is_plain = rows is not None and logits.dim() > 0
     if rows is None or not is_plain:
         rows = check_rows(logits, temperature, mask, lengths)
@@ -83,7 +82,7 @@ def topk_state(
     check_normalize(normalize)
     check_backend(backend)
     if is_plain:
-        best = plan_of_rows(logits.device, rows.layout(), int(k), "state", normalize, backend).run(rows)
+        best = plain_topk(rows, int(k), "state", normalize, backend)
     else:
         best = row_topk(rows, k, "state", normalize, backend)
     return _state(best, start)

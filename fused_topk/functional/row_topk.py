@@ -18,12 +18,12 @@ from ..arguments import (
     is_distributed,
 )
 from ..gone import refuse
+from ..operators.dispatch import is_seen_by_torch
 from ..operators.results import row_result
 from ..operators.row_topk import beam_topk as run_beams
-from ..operators.row_topk import plan, row_topk
+from ..operators.row_topk import plain_beam_topk, plain_topk, plan, plan_of_logits, row_topk
 from ..problem import TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows, is_plain, plain_rows
-from ..rows import like
 from .out import copied_into, may_be_plain, run_into
 
 _BACKENDS = (None, *backends.NAMES)
@@ -183,7 +183,7 @@ def beam_topk(
     """
     check_common_normalize(normalize, "beam_topk")
     check_backend(backend)
-    rows = plain_rows(logits, temperature, mask, lengths)
+    rows = plain_rows(logits, temperature, mask, lengths, may_learn=True)
     if (
         rows is not None
         and type(k) is int
@@ -191,8 +191,7 @@ def beam_topk(
         and logits.shape[1] > 0
         and is_plain(beam_scores, logits, result_dtype(logits.dtype), logits.shape[:2])
     ):
-        planned = plan(logits.device, rows.layout(), k, "log_softmax", normalize, backend, like(beam_scores))
-        return planned.run(rows, beam_scores)
+        return plain_beam_topk(rows, beam_scores, k, normalize, backend)
     if is_distributed(logits):
         from ..distributed import dtensors
 
@@ -224,12 +223,25 @@ def _row(
         and backend in _BACKENDS
         and (out is None or (dim == -1 and may_be_plain(out, _OUT_TYPES, len(_fields(values)))))
     ):
-        rows = plain_rows(logits, temperature, mask, lengths, out or (), dim)
+        # The plainest call has a path of its own: for a short row, making its rows would show.
+        if (
+            mask is None
+            and lengths is None
+            and out is None
+            and dim == -1
+            and type(temperature) is float
+            and temperature == 1.0
+            and type(logits) is Tensor
+            and not logits.requires_grad
+            and not is_seen_by_torch(logits)
+        ):
+            key = logits.dtype, logits.shape, logits.stride()
+            return plan_of_logits(key, logits.device, k, values, normalize, backend)(logits)
+        rows = plain_rows(logits, temperature, mask, lengths, out or (), dim, may_learn=out is None)
         if rows is not None:
-            planned = plan(logits.device, rows.layout(), k, values, normalize, backend)
             if out is not None:
-                return run_into(planned, out, rows)
-            best = planned.run(rows)
+                return run_into(plan(logits.device, rows.layout(), k, values, normalize, backend), out, rows)
+            best = plain_topk(rows, k, values, normalize, backend)
             return best if dim == -1 else _with_dim(best, dim)
     check_normalize(normalize)
     check_backend(backend)

@@ -20,7 +20,7 @@ from ..arguments import (
     number_outside,
 )
 from ..operators.ranks import target_ranks
-from ..operators.row_topk import plan, row_topk
+from ..operators.row_topk import plain_topk, row_topk
 from ..operators.token_spread import token_spread
 from ..problem import TokenLogprobs
 from ..row_arguments import check_rows, plain_rows
@@ -86,12 +86,11 @@ def token_logprobs(
     check_ties(ties)
     check_backend(backend)
     is_plain = type(tokens) is Tensor and type(k) is int
-    rows = plain_rows(logits, temperature, mask, lengths, (tokens,)) if is_plain else None
+    rows = plain_rows(logits, temperature, mask, lengths, (tokens,), may_learn=True) if is_plain else None
     if rows is not None:
         # The plan of the layout checks the rows and k.
-        planned = plan(logits.device, rows.layout(), k or 1, "log_softmax", normalize, backend)
+        best, rows = plain_topk(rows, k or 1, "log_softmax", normalize, backend), rows.broadcast()
         are_known = check_tokens(tokens, logits)
-        best, rows = planned.run(rows), rows.broadcast()
     else:
         rows = check_rows(logits, temperature, mask, lengths)
         check_list("k", k, logits.shape[-1])

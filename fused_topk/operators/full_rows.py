@@ -25,11 +25,10 @@ from ..layout.launch import row_count
 from ..problem import FullRowProblem, result_dtype
 from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, LogitRows, RowsLayout, unflattened
-from .gradients import for_inputs, save_rows, saved_rows
+from .dispatch import wants_gradient
+from .gradients import for_inputs, native_gradient, save_rows, saved_rows
 from .operator import Operator, map_rows
 from .results import empty, empty_like
-
-_CPU_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}  # as in csrc/cpu/full_row_kernels.h
 
 # Runs a prepared request on tensors of the layout that it was prepared for, and writes the contiguous result.
 Start = Callable[[LogitRows, Tensor], None]
@@ -84,7 +83,7 @@ def _prepare_reference(problem: FullRowProblem, device: torch.device, dtype: tor
 def prepare_cpu(problem: FullRowProblem, device: torch.device, dtype: torch.dtype, instruction_set: str = "") -> Start:
     """instruction_set: one of cpu.instruction_sets() instead of the best, for tests."""
     full_rows = cpu.native.FullRows(
-        cpu.layout_of(problem.rows, instruction_set), _CPU_KINDS[problem.values], cpu.DTYPES[dtype]
+        cpu.layout_of(problem.rows, instruction_set), cpu.FULL_ROW_KINDS[problem.values], cpu.DTYPES[dtype]
     )
 
     def run(rows: LogitRows, out: Tensor) -> None:
@@ -166,6 +165,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     rows, _ = saved_rows(ctx)
+    if ctx.values == "logsumexp":
+        # As of top-k, of which there is nothing here.
+        none = gradient.new_empty((*gradient.shape, 0))
+        found = native_gradient(rows, "log_softmax", "allowed", none, none, None, gradient, ctx.backend)
+        if found is not None:
+            return for_inputs(found, count=3)
+    rows = rows.broadcast()
     dtype = result_dtype(ctx.logits_dtype)
     g, hidden = gradient.to(dtype), rows.uncounted()
     # The value of a hidden token is the constant 0 or -inf.
@@ -198,3 +204,11 @@ def full_rows(rows: LogitRows, values: str, dtype: torch.dtype, backend: str | N
     """The results for checked rows. See :class:`FullRowProblem`."""
     result: Tensor = _full_rows(*rows, values, dtype, backend)
     return result
+
+
+def plain_full_rows(rows: LogitRows, values: str, dtype: torch.dtype | None, backend: str | None) -> Tensor:
+    """The results for plain rows, whose plan checks them. dtype: as the user gives it."""
+    if wants_gradient(rows.logits):
+        result: Tensor = _full_rows.with_gradient(*rows, values, dtype, backend)
+        return result
+    return plan(rows.logits.device, rows.layout(), values, dtype, backend)(rows)

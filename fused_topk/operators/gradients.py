@@ -8,27 +8,35 @@ common offset takes.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import backends
+from ..backends import cpu
+from ..layout.kernel_arguments import address
 from ..problem import TopK
-from ..rows import ROWS_FIELDS, LogitRows, unflattened
+from ..row_arguments import check_layout
+from ..rows import ROWS_FIELDS, LogitRows, RowsLayout, unflattened
 from ..scale import Scale
 from ..token_sums import reference_point
+from .dispatch import is_seen_by_torch
+from .results import empty
 
 
 def save_rows(ctx: Any, rows: LogitRows, *others: Tensor | None) -> None:
     """Keeps the rows for the backward pass, and other tensors."""
-    ctx.rows = tuple(None if isinstance(x, Tensor) else x for x in rows)
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in rows), *others)
+    ctx.rows = [None if isinstance(x, Tensor) else x for x in rows]
+    ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in rows], *others)
 
 
 def saved_rows(ctx: Any) -> tuple[LogitRows, tuple[Any, ...]]:
     """What :func:`save_rows` has kept."""
     saved = ctx.saved_tensors
-    rows = LogitRows(*(x if tensor is None else tensor for x, tensor in zip(ctx.rows, saved)))
+    rows = LogitRows(*[x if tensor is None else tensor for x, tensor in zip(ctx.rows, saved)])
     return rows, saved[ROWS_FIELDS:]
 
 
@@ -46,15 +54,87 @@ def softmax(scale: Scale, x: Tensor) -> Tensor:
 
 
 def _row_gradient(
-    rows: LogitRows, normalize: str, indices: Tensor, grad_log_probabilities: Tensor, grad_logsumexp: Tensor
+    rows: LogitRows,
+    kind: str,
+    normalize: str,
+    values: Tensor,
+    indices: Tensor,
+    grad_values: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    backend: str | None,
 ) -> Tensor:
-    """Gradient with respect to the logits, given those with respect to log-probabilities (..., k) and logsumexp (...)."""
+    """The gradient of the logits, given those of values (..., k), which are those of `kind` ("softmax" or "log_softmax"), and of the
+    logsumexp (...)."""
+    found = native_gradient(rows, kind, normalize, values, indices, grad_values, grad_logsumexp, backend)
+    if found is not None:
+        return found
+    rows = rows.broadcast()
+    if grad_values is None:
+        grad_values = torch.zeros_like(values)
+    # d p = p d(log p)
+    grad_log = of_counted(rows, indices, grad_values * values if kind == "softmax" else grad_values)
+    coefficient = values.new_zeros(rows.logits.shape[:-1]) if grad_logsumexp is None else grad_logsumexp
+    if normalize == "topk":
+        # Relative to the k chosen: (1[i = j] - p_i) over those k only.
+        p = values if kind == "softmax" else values.exp()
+        grad_log = of_counted(rows, indices, grad_log - p * grad_log.sum(-1, keepdim=True))
+    else:
+        coefficient = coefficient - grad_log.sum(-1)
     hidden = rows.uncounted(normalize)
-    p = softmax(rows.scale(), rows.counted(normalize).to(grad_log_probabilities.dtype))
-    gradient = p * (grad_logsumexp - grad_log_probabilities.sum(-1)).unsqueeze(-1)
-    gradient = rows.scale().back(gradient.scatter_add(-1, indices, grad_log_probabilities))
+    p = softmax(rows.scale(), rows.counted(normalize).to(grad_log.dtype))
+    gradient = rows.scale().back((p * coefficient.unsqueeze(-1)).scatter_add(-1, indices, grad_log))
     # A hidden token counts as the constant -inf, even where it is among the k.
     return (gradient if hidden is None else gradient.masked_fill(hidden, 0.0)).to(rows.logits.dtype)
+
+
+def native_gradient(
+    rows: LogitRows,
+    kind: str,
+    normalize: str,
+    values: Tensor,
+    indices: Tensor,
+    grad_values: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    backend: str | None,
+) -> Tensor | None:
+    """_row_gradient() by the CPU's kernel. None where that does not serve the call, or torch must see it."""
+    if torch.is_grad_enabled() or is_seen_by_torch(rows.logits, grad_values, grad_logsumexp):
+        return None
+    run = _native(rows.logits.device, rows.layout(), kind, normalize, backend)
+    return None if run is None else run(rows, values, indices, grad_values, grad_logsumexp)
+
+
+@functools.lru_cache(maxsize=4096)
+def _native(
+    device: torch.device, layout: RowsLayout, kind: str, normalize: str, backend: str | None
+) -> Callable[..., Tensor] | None:
+    """What computes native_gradient() of such rows."""
+    rows = check_layout(layout)
+    shape, dtype = rows.logits.shape, rows.logits.dtype
+    # The kernel takes the normalizer from the tokens that may be chosen.
+    is_one_row = rows.mask is None or normalize != "all"
+    if backends.pick(device, dtype, 1, backend) != "cpu" or not is_one_row or not shape.numel():
+        return None
+    softmax = cpu.native.FullRows(cpu.layout_of(rows), cpu.FULL_ROW_KINDS["softmax"], cpu.DTYPES[dtype])
+    of_kind, over = cpu.VALUE_KINDS[kind], cpu.NORMALIZE_OVER[normalize]
+
+    def run(
+        rows: LogitRows, values: Tensor, indices: Tensor, grad_values: Tensor | None, grad_logsumexp: Tensor | None
+    ) -> Tensor:
+        given = [None if x is None else x.contiguous() for x in (values, indices, grad_values, grad_logsumexp)]
+        gradient = empty(size=shape, dtype=dtype, device=device)
+        softmax.gradient(
+            cpu.addresses_of(rows),
+            indices.shape[-1],
+            of_kind,
+            over,
+            *map(address, given),
+            gradient.data_ptr(),
+            cpu.num_threads(),
+        )
+        return gradient
+
+    return run
 
 
 def of_counted(rows: LogitRows, tokens: Tensor, gradient: Tensor) -> Tensor:
@@ -64,38 +144,25 @@ def of_counted(rows: LogitRows, tokens: Tensor, gradient: Tensor) -> Tensor:
 
 
 def row_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
-    rows, (_, ctx.values, ctx.normalize, _) = unflattened(inputs)
+    rows, (_, ctx.values, ctx.normalize, ctx.backend) = unflattened(inputs)
     values, indices, _ = output
     ctx.mark_non_differentiable(indices)
+    # The gradient of a result that no loss reads is None, but zeros for the two kinds that are rarely learned.
+    ctx.set_materialize_grads(ctx.values in ("state", "logits"))
     save_rows(ctx, rows, values, indices)
 
 
-def row_backward(
-    ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_logsumexp: Tensor
-) -> tuple[Tensor | None, ...]:
+def row_backward(ctx: Any, grad_values: Any, grad_indices: Any, grad_logsumexp: Any) -> tuple[Tensor | None, ...]:
     rows, (values, indices) = saved_rows(ctx)
-    return for_inputs(_of_topk(ctx, rows, values, indices, grad_values, grad_logsumexp), count=4)
-
-
-def _of_topk(
-    ctx: Any, rows: LogitRows, values: Tensor, indices: Tensor, grad_values: Tensor, grad_logsumexp: Tensor
-) -> Tensor:
-    # d p = p d(log p)
-    grad_log = of_counted(rows, indices, grad_values * values if ctx.values == "softmax" else grad_values)
+    if ctx.values in ("softmax", "log_softmax"):
+        request = ctx.values, ctx.normalize, values, indices, grad_values, grad_logsumexp, ctx.backend
+        return for_inputs(_row_gradient(rows, *request), count=4)
+    rows = rows.broadcast()
+    grad_logits = of_counted(rows, indices, grad_values)
     if ctx.values == "state":
-        return _state_gradient(rows, ctx.normalize, indices, grad_log, grad_logsumexp)
-    if ctx.values == "logits":
-        # The values are logits, so each gradient goes back to the logit that was chosen.
-        return torch.zeros_like(rows.logits).scatter_add(-1, indices, grad_log)
-    if ctx.normalize == "topk":
-        # Relative to the k chosen: (1[i = j] - p_i) over those k only.
-        p = values if ctx.values == "softmax" else values.exp()
-        grad_log = grad_log - p * grad_log.sum(-1, keepdim=True)
-        gradient = _row_gradient(rows, "topk", indices, torch.zeros_like(grad_log), grad_logsumexp)
-        chosen = torch.zeros_like(gradient).scatter_add(-1, indices, rows.scale().back(grad_log).to(gradient.dtype))
-        hidden = rows.uncounted()
-        return gradient + (chosen if hidden is None else chosen.masked_fill(hidden, 0.0))
-    return _row_gradient(rows, ctx.normalize, indices, grad_log, grad_logsumexp)
+        return for_inputs(_state_gradient(rows, ctx.normalize, indices, grad_logits, grad_logsumexp), count=4)
+    # Each gradient goes back to the logit that was chosen.
+    return for_inputs(torch.zeros_like(rows.logits).scatter_add(-1, indices, grad_logits), count=4)
 
 
 def _state_gradient(
@@ -119,7 +186,7 @@ def _state_gradient(
 
 
 def beam_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
-    rows, (beam_scores, _, ctx.normalize, _) = unflattened(inputs)
+    rows, (beam_scores, _, ctx.normalize, ctx.backend) = unflattened(inputs)
     _, indices, _ = output
     ctx.mark_non_differentiable(indices)
     ctx.scores_dtype = beam_scores.dtype
@@ -130,6 +197,7 @@ def beam_backward(
     ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_logsumexp: Tensor
 ) -> tuple[Tensor | None, ...]:
     rows, (indices,) = saved_rows(ctx)
+    rows = rows.broadcast()
     batch, beams, vocab_size = rows.logits.shape
     # Spread the k gradients over the beams that they came from: (batch, beams, k), zero for the others.
     is_of_beam = (indices // vocab_size).unsqueeze(1) == torch.arange(beams, device=indices.device).unsqueeze(-1)
@@ -137,5 +205,7 @@ def beam_backward(
     # The value of a hidden token is -inf, whatever the score of its beam.
     of_beam = of_counted(rows, tokens, grad_values.unsqueeze(1).where(is_of_beam, 0.0))
     grad_scores = of_beam.sum(-1).to(ctx.scores_dtype)
-    gradient = _row_gradient(rows, ctx.normalize, tokens, of_beam, grad_logsumexp)
+    # The values of a beam are log-probabilities, whose gradient does not take their numbers.
+    request = "log_softmax", ctx.normalize, of_beam, tokens, of_beam, grad_logsumexp, ctx.backend
+    gradient = _row_gradient(rows, *request)
     return for_inputs(gradient, grad_scores, count=4)

@@ -24,7 +24,7 @@ from ..rows import LogitRows, RowsBlock, cut, some_rows
 from ..scale import Scale
 from ..token_sums import TokenSums, empty_sums
 from . import merging, row_topk, token_spread
-from .results import row_result
+from .results import Plan, row_result
 
 # The memory that the reference takes for a logit: float64 copies, integers to sort by, and their order.
 _REFERENCE_LOGIT_BYTES = 64
@@ -149,15 +149,21 @@ def forward(head: LinearProblem, wanted: Wanted) -> LinearResult:
     return out
 
 
-def by_the_native_kernel(head: LinearProblem, k: int, values: str, backend: str | None) -> TopK | None:
-    """The k best by the CPU's own kernel, which keeps no logits; None where it does not serve the call."""
-    chosen = backends.pick(head.hidden.device, head.hidden.dtype, k, backend)
-    if not _is_for_the_native_kernel(head, k, chosen):
+def native_plan(
+    device: torch.device, head: LinearProblem, k: int, values: str, backend: str | None
+) -> Plan[TopK] | None:
+    """The plan of the k best by the CPU's own kernel, which keeps no logits; None where it does not serve the call, or only rows that
+    are copied. The tensors, without memory here, must have whole elements where they lie."""
+    hidden, rows = head.hidden, head.rows
+    if not _is_for_the_native_kernel(head, k, backends.pick(device, hidden.dtype, k, backend)):
         return None
+    if hidden.dim() != 2 and not (hidden.is_contiguous() and rows.row_temperature is None and rows.mask is None):
+        return None
+    if hidden.stride(-1) != 1:
+        return None
+    flat = head._replace(rows=rows.with_logits(hidden if hidden.dim() == 2 else hidden.view(-1, hidden.shape[-1])))
     # row_result() uses the leading dimensions and the dtype alone, which the hidden states share with the logits.
-    best = row_result(head.hidden, k, values).empty(head.hidden.device)
-    _multiply_natively(head, k, values, best, None)
-    return best
+    return Plan(row_result(hidden, k, values), device, native.prepare_linear_topk(flat, k, values))
 
 
 def _is_for_the_native_kernel(head: LinearProblem, k: int, chosen: str) -> bool:

@@ -36,11 +36,13 @@ class Operator:
         torch.library.register_fake(f"fused_topk::{name}", fake, lib=library)
         # Looked up once, not at every call.
         operator = getattr(torch.ops.fused_topk, name).default
-        self._run = self._with_gradient = run
+        self._run = run
+        # For a call that nothing of torch but autograd sees.
+        self.with_gradient = run
         self._of_torch = self._transformed = operator
         if backward is not None:
             torch.library.register_autograd(f"fused_topk::{name}", backward, setup_context=setup_context, lib=library)
-            self._with_gradient = _eager_function(name, run, setup_context, backward).apply
+            self.with_gradient = _eager_function(name, run, setup_context, backward).apply
         if map_over is not None:
             if backward is None:
                 setup_context, backward = _mark_as_constant, lambda ctx, gradient: (None,) * ctx.inputs
@@ -59,7 +61,7 @@ class Operator:
         if is_seen_by_torch(*tensors):
             return self._of_torch(*arguments)
         # An autograd.Function of our own: the whole call takes half the time that it takes with the gradient of the operator.
-        return (self._with_gradient if wants_gradient(*tensors) else self._run)(*arguments)
+        return (self.with_gradient if wants_gradient(*tensors) else self._run)(*arguments)
 
 
 def _eager_function(

@@ -46,11 +46,12 @@ class Plan(Generic[Of]):
         """start: runs the request on tensors of the layout that it was prepared for, given what is read, the contiguous result that
         it writes, and the request's other tensors."""
         self.result, self.start, self._device = result, start, device
-        self._like = few_like(result) if device.type == "cpu" else None
+        # Tensors like those of a short result on the CPU, else None.
+        self.like = few_like(result) if device.type == "cpu" else None
 
     def empty(self) -> Of:
         """New uninitialised tensors for the result."""
-        like = self._like
+        like = self.like
         # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
         return self.result.empty(self._device) if like is None else _new(self.result.kind, map(empty_like, like))
 

@@ -10,7 +10,7 @@ gradients.py has their gradients.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +27,11 @@ from ..problem import TopK, TopkProblem, result_dtype
 from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from . import gradients
+from .dispatch import wants_gradient
 from .operator import Operator, mapped
-from .results import Plan, beam_result, empty, row_result
+from .results import Plan, beam_result, empty, empty_like, row_result
+
+_new = tuple.__new__  # quicker than a named tuple's own, which is written in Python
 
 
 class Start(Protocol):
@@ -63,6 +66,25 @@ def plan(
     if logits.numel() == 0:
         return Plan(result, device, lambda rows, out, beam_scores=None: None)
     return Plan(result, device, PREPARE[chosen](TopkProblem(rows, k, values, normalize), device, scores))
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of_logits(
+    logits: Like, device: torch.device, k: int, values: str, normalize: str, backend: str | None
+) -> Callable[[Tensor], TopK]:
+    """plan() of logits alone, at the temperature 1. For a short row on a CPU each function that a call goes through would show."""
+    planned = plan(device, RowsLayout(Like(*logits), 1.0, None, None, None), k, values, normalize, backend)
+    if planned.like is None:
+        return lambda logits: planned.run(LogitRows(logits))
+    like_values, like_indices, like_logsumexp = planned.like
+    start = planned.start
+
+    def run(logits: Tensor) -> TopK:
+        out = _new(TopK, (empty_like(like_values), empty_like(like_indices), empty_like(like_logsumexp)))
+        start(_new(LogitRows, (logits, 1.0, None, None, None)), out)
+        return out
+
+    return run
 
 
 def reference(problem: TopkProblem, out: TopK) -> None:
@@ -136,11 +158,12 @@ def prepare_cpu(
         () if beam_scores is None else beam_scores.stride(),
     )
     addresses_of, num_threads = cpu.addresses_of, cpu.num_threads
+    is_plainest = rows.row_temperature is None and not rows.hides()
 
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
         values, indices, logsumexp = out
         topk(
-            addresses_of(rows),
+            (rows[0].data_ptr(), 0, 0, 0) if is_plainest else addresses_of(rows),
             values.data_ptr(),
             indices.data_ptr(),
             logsumexp.data_ptr(),
@@ -270,6 +293,21 @@ def row_topk(rows: LogitRows, k: int, values: str, normalize: str, backend: str 
     return TopK(*_row_topk(*rows, k, values, normalize, backend))
 
 
+def plain_topk(rows: LogitRows, k: int, values: str, normalize: str, backend: str | None) -> TopK:
+    """The k best of plain rows, whose plan checks them."""
+    if wants_gradient(rows.logits):
+        return TopK(*_row_topk.with_gradient(*rows, k, values, normalize, backend))
+    return plan(rows.logits.device, rows.layout(), k, values, normalize, backend).run(rows)
+
+
 def beam_topk(rows: LogitRows, beam_scores: Tensor, k: int, normalize: str, backend: str | None) -> TopK:
     """The k best over the beams of (batch, beams, V)."""
     return TopK(*_beam_topk(*rows, beam_scores, k, normalize, backend))
+
+
+def plain_beam_topk(rows: LogitRows, beam_scores: Tensor, k: int, normalize: str, backend: str | None) -> TopK:
+    """Likewise of plain rows and scores, which are of the result's dtype."""
+    if wants_gradient(rows.logits):
+        return TopK(*_beam_topk.with_gradient(*rows, beam_scores, k, normalize, backend))
+    request = k, "log_softmax", normalize, backend, like(beam_scores)
+    return plan(rows.logits.device, rows.layout(), *request).run(rows, beam_scores)
