@@ -17,13 +17,7 @@ from ..scale import Scale
 from .functions import gather_states
 
 
-def full_rows(
-    values: str,
-    rows: LogitRows,
-    dtype: torch.dtype,
-    backend: str | None,
-    group: Any,
-) -> Tensor:
+def full_rows(values: str, rows: LogitRows, dtype: torch.dtype, backend: str | None, group: Any) -> Tensor:
     """The result of the process's columns, which `rows` has, or for "logsumexp" the one of whole rows, the same on every process."""
     # The gradient does not go through the states, because those of other processes carry none to their columns.
     local_logits = rows.logits
@@ -31,11 +25,11 @@ def full_rows(
         rows = rows.with_logits(local_logits.detach())
     call = gather_states(rows, 1, "allowed", backend, group)
     if values == "logsumexp":
-        whole: Tensor = merging.merge_parts(*call.parts, 1, *call.scale, "softmax", "allowed", backend)[2]
+        whole: Tensor = merging.merge_parts(*call.parts, 1, *rows.scale(), "softmax", "allowed", backend)[2]
         return whole
-    _, _, normalizer = merging.merge_parts(*call.parts, 1, *call.scale, "state", "allowed", backend)
+    _, _, normalizer = merging.merge_parts(*call.parts, 1, *rows.scale(), "state", "allowed", backend)
     result: Tensor = _OfColumns.apply(  # type: ignore[no-untyped-call]
-        local_logits, normalizer, call.scale, values, dtype, group, rows.uncounted()
+        local_logits, normalizer, rows.scale(), values, dtype, group, rows.uncounted()
     )
     return result
 

@@ -93,7 +93,8 @@ def linear_softmax_topk(
     """
     if gone:
         refuse("linear_softmax_topk", gone)
-    found = _linear("softmax", hidden, local_weight, k, local_bias, temperature, mask, normalize, backend, group)
+    settings = _Settings(k, "softmax", normalize, backend, group_of(group))
+    found = _linear(settings, hidden, local_weight, local_bias, temperature, mask)
     return TopK(*found[:3])
 
 
@@ -118,7 +119,8 @@ def linear_log_softmax_topk(
     """
     if gone:
         refuse("linear_log_softmax_topk", gone)
-    found = _linear("log_softmax", hidden, local_weight, k, local_bias, temperature, mask, normalize, backend, group)
+    settings = _Settings(k, "log_softmax", normalize, backend, group_of(group))
+    found = _linear(settings, hidden, local_weight, local_bias, temperature, mask)
     return TopK(*found[:3])
 
 
@@ -141,7 +143,8 @@ def linear_topk(
     """
     if gone:
         refuse("linear_topk", gone)
-    found = _linear("logits", hidden, local_weight, k, local_bias, 1.0, mask, "allowed", backend, group)
+    settings = _Settings(k, "logits", "allowed", backend, group_of(group))
+    found = _linear(settings, hidden, local_weight, local_bias, 1.0, mask)
     return TopKLogits(*found[:2])
 
 
@@ -186,8 +189,8 @@ def linear_token_logprobs(
     check_common_normalize(normalize, "linear_token_logprobs")
     check_flags(entropy=entropy, tail=tail)
     check_list("k", k, 2**31 - 1, "what an exchange takes")
-    given = "log_softmax", hidden, local_weight, k or 1, local_bias, temperature, mask, normalize, backend, group
-    found = _linear(*given, tokens, start, (entropy, tail))
+    settings = _Settings(k or 1, "log_softmax", normalize, backend, group_of(group), start, entropy, tail)
+    found = _linear(settings, hidden, local_weight, local_bias, temperature, mask, tokens)
     best, indices, logsumexp, logprobs, of_entropy, of_tail = found
     if tokens.dim() < hidden.dim():
         logprobs = logprobs.squeeze(-1)
@@ -203,9 +206,9 @@ class _Settings(NamedTuple):
     normalize: str
     backend: str | None
     group: Any
-    start: int
-    entropy: bool
-    tail: bool
+    start: int = 0
+    entropy: bool = False
+    tail: bool = False
 
     @property
     def has_spread(self) -> bool:
@@ -213,36 +216,28 @@ class _Settings(NamedTuple):
 
 
 def _linear(
-    values: str,
+    settings: _Settings,
     hidden: Tensor,
     weight: Tensor,
-    k: int,
     bias: Tensor | None,
     temperature: float | Tensor,
     mask: Tensor | None,
-    normalize: str,
-    backend: str | None,
-    group: Any,
     tokens: Tensor | None = None,
-    start: int = 0,
-    spread: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, ...]:
-    """The results of :class:`_Head`. spread: entropy and tail."""
-    group = group_of(group)
+    """The results of :class:`_Head`."""
     check_hidden(hidden)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden, is_part=True)
-    check_k(k, 2**31 - 1, "what an exchange takes")
-    check_normalize(normalize)
-    check_backend(backend)
+    check_k(settings.k, 2**31 - 1, "what an exchange takes")
+    check_normalize(settings.normalize)
+    check_backend(settings.backend)
     logits = logits_of_head(hidden, weight)
     rows = check_rows(logits, temperature, mask, may_be_empty=True).with_logits(hidden)
-    check_start(start)
+    check_start(settings.start)
     if tokens is not None:
         check_tokens(tokens, logits, is_part=True)
         if tokens.dim() < hidden.dim():
             tokens = tokens.unsqueeze(-1)
-    settings = _Settings(k, values, normalize, backend, group, start, *spread)
     _, *of_rows = rows
     found: tuple[Tensor, ...] = _Head.apply(hidden, weight, bias, tokens, settings, *of_rows)  # type: ignore[no-untyped-call]
     return found
