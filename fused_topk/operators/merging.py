@@ -37,9 +37,7 @@ def plan(device: torch.device, backend: str | None, *fields: Any) -> Plan[TopK]:
     problem = MergeProblem.of(*(x.meta() if isinstance(x, Like) else x for x in fields))
     result = merge_result(problem.logits.select(0, 0), problem.k, problem.values)
     chosen = backends.pick(device, problem.logits.dtype, 1, backend)
-    if problem.logits.numel() == 0:
-        return Plan(result, device, lambda problem, out: None)
-    return Plan(result, device, PREPARE[chosen](problem, device))
+    return Plan(result, device, PREPARE[chosen](problem, device) if problem.logits.numel() else None)
 
 
 def reference(problem: MergeProblem, out: TopK) -> None:

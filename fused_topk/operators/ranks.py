@@ -51,7 +51,7 @@ def on_cpu(problem: RankProblem, out: Tensor, instruction_set: str = "") -> None
 def readable(rows: LogitRows) -> tuple[LogitRows, Launch]:
     """The rows, copied if the kernels cannot read them, and the launch for them."""
     logits, planned = rows.logits, _launch_of(rows.layout())
-    if planned is None or not cuda.has_adjacent(logits) or logits.data_ptr() % logits.element_size():
+    if planned is None or logits.data_ptr() % logits.element_size():
         return readable(cuda.copied(rows))
     return rows, planned
 

@@ -42,10 +42,10 @@ class Result(Generic[Of]):
 class Plan(Generic[Of]):
     """A checked and prepared request. It lacks only the tensors, and holds no device memory."""
 
-    def __init__(self, result: Result[Of], device: torch.device, start: Callable[..., None]) -> None:
+    def __init__(self, result: Result[Of], device: torch.device, start: Callable[..., None] | None) -> None:
         """start: runs the request on tensors of the layout that it was prepared for, given what is read, the contiguous result that
-        it writes, and the request's other tensors."""
-        self.result, self.start, self._device = result, start, device
+        it writes, and the request's other tensors. None: there are no rows."""
+        self.result, self.start, self._device = result, start or do_nothing, device
         self._like = few_like(result) if device.type == "cpu" else None
 
     def empty(self) -> Of:
@@ -70,6 +70,10 @@ class Plan(Generic[Of]):
         for given, computed in zip(out, made):
             if given is not computed:
                 given.copy_(computed)
+
+
+def do_nothing(*arguments: Any) -> None:
+    """Runs a request that has no rows."""
 
 
 def row_result(logits: Tensor, k: int, values: str) -> Result[TopK]:

@@ -73,10 +73,8 @@ def plan(
     check_router(logits.shape[-1], index_dtype, *request)
     chosen = backends.pick_router(device, logits.dtype, logits.shape[-1], k, backend)
     result = result_of(logits, k, index_dtype)
-    if logits.numel() == 0:
-        return Plan(result, device, lambda rows, out, bias: None)
     problem = RouterProblem(rows, None if bias is None else bias.meta(), *request)
-    return Plan(result, device, PREPARE[chosen](problem, device))
+    return Plan(result, device, PREPARE[chosen](problem, device) if logits.numel() else None)
 
 
 def reference(problem: RouterProblem, out: RouterTopK) -> None:
@@ -207,10 +205,9 @@ def prepare_cuda(problem: RouterProblem, device: torch.device) -> Start:
     kernel = router_launch.kernel_name(logits.dtype, experts, p.scoring)
     wanted = router_launch.argument(experts, p.groups, p.topk_groups, p.group_score, p.renormalize, p.scale)
     shared_bytes = router_launch.shared_bytes(experts, itemsize, p.groups)
-    has_adjacent = cuda.has_adjacent(logits)
 
     def run(rows: LogitRows, out: RouterTopK, bias: Tensor | None) -> None:
-        if planned is None or not has_adjacent or rows.logits.data_ptr() % itemsize:
+        if planned is None or rows.logits.data_ptr() % itemsize:
             copied = cuda.copied(rows.broadcast())
             prepare_cuda(problem._replace(rows=copied), device)(copied, out, bias)
             return

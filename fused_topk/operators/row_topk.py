@@ -60,9 +60,8 @@ def plan(
         result = beam_result(logits, k)
     check_normalize(normalize)
     chosen = backends.pick(device, logits.dtype, k, backend)
-    if logits.numel() == 0:
-        return Plan(result, device, lambda rows, out, beam_scores=None: None)
-    return Plan(result, device, PREPARE[chosen](TopkProblem(rows, k, values, normalize), device, scores))
+    problem = TopkProblem(rows, k, values, normalize)
+    return Plan(result, device, PREPARE[chosen](problem, device, scores) if logits.numel() else None)
 
 
 def reference(problem: TopkProblem, out: TopK) -> None:
@@ -157,12 +156,8 @@ def prepare_cuda(
     """The merge over beams is part of the same launch. choice: instead of the best one."""
     logits, index = problem.rows.logits, device.index
     itemsize, count = logits.element_size(), row_count(logits.shape)
-    if count == 0:
-        return lambda rows, out, beam_scores=None: None
-    if choice is None:
-        choice = cuda.topk_choice(count, logits.shape[-1], problem.k, itemsize, index, beam_scores is not None)
+    choice = choice or _choice_on(problem, index, beam_scores)
     unaligned, aligned = (topk_launch.plan(problem, is_aligned, choice, beam_scores) for is_aligned in (False, True))
-    has_adjacent = cuda.has_adjacent(logits)
 
     @functools.cache
     def of_copy(layout: RowsLayout) -> Start:
@@ -171,7 +166,7 @@ def prepare_cuda(
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
         start = rows.logits.data_ptr()
         planned = unaligned if start % 16 else aligned
-        if planned is None or not has_adjacent or start % itemsize:
+        if planned is None or start % itemsize:
             copied = cuda.copied(rows.broadcast())
             of_copy(copied.layout())(copied, out, beam_scores)
             return
@@ -192,12 +187,15 @@ PREPARE = {"reference": _prepare_reference, "cpu": prepare_cpu, "cuda": prepare_
 def kernel_on(problem: TopkProblem, device: int, beam_scores: Tensor | None = None) -> str:
     """The kernel that a launch asks for, on logits as torch allocates them: contiguous, from a multiple of 16 bytes on. The
     tensors may be meta tensors, and have at least one row."""
-    logits = problem.rows.logits
-    rows, vocab_size = row_count(logits.shape), logits.shape[-1]
-    choice = cuda.topk_choice(rows, vocab_size, problem.k, logits.element_size(), device, beam_scores is not None)
-    planned = topk_launch.plan(problem, True, choice, beam_scores)
+    planned = topk_launch.plan(problem, True, _choice_on(problem, device, beam_scores), beam_scores)
     assert planned is not None, "contiguous tensors have one stride"
     return planned.kernel
+
+
+def _choice_on(problem: TopkProblem, device: int, beam_scores: Tensor | None) -> KernelChoice:
+    logits, has_beams = problem.rows.logits, beam_scores is not None
+    count, vocab_size = row_count(logits.shape), logits.shape[-1]
+    return cuda.topk_choice(count, vocab_size, problem.k, logits.element_size(), device, has_beams)
 
 
 def run(*arguments: Any) -> TopK:

@@ -79,8 +79,7 @@ def plan(device: torch.device, backend: str | None, layout: RowsLayout, *fields:
     of_rows = (x.meta() if isinstance(x, Like) else x for x in filters)
     parameters: Any = (*of_rows, 0, None, 0, None, *wanted)
     problem = SampleProblem(rows, *parameters)
-    start = PREPARE[chosen](problem, device) if len(rows.logits) else lambda problem, out: None
-    return Plan(result_of(problem), device, start)
+    return Plan(result_of(problem), device, PREPARE[chosen](problem, device) if len(rows.logits) else None)
 
 
 def reference(problem: SampleProblem, out: Sample) -> None:
@@ -270,7 +269,7 @@ def prepare_cuda(problem: SampleProblem, device: torch.device) -> Start:
             rows=rows,
         )
     )
-    has_adjacent, itemsize = cuda.has_adjacent(logits), logits.element_size()
+    has_adjacent, itemsize = launch.has_adjacent(logits), logits.element_size()
 
     def run(problem: SampleProblem, out: Sample) -> None:
         p, given = problem, problem.rows
