@@ -19,7 +19,7 @@ from ..backends import cpu, cuda, philox
 from ..backends.reference import gather, ranking, working_dtype
 from ..cuda_runtime import tickets
 from ..layout import launch
-from ..layout.kernel_arguments import SampleRows, address, rows_writer, with_rows
+from ..layout.kernel_arguments import SampleRows, address, with_rows
 from ..problem import Kept, Sample, SampleProblem, TopK, TopkProblem, result_dtype
 from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from ..scale import Scale
@@ -27,8 +27,6 @@ from . import row_topk
 from .dispatch import is_seen_by_torch
 from .operator import Operator
 from .results import Plan, Result, row_result
-
-_write_rows = rows_writer(SampleRows)
 
 # Runs a prepared draw: takes only the tensors, the seeds and the noise of the problem, and writes the contiguous result.
 Start = Callable[[SampleProblem, Sample], None]
@@ -301,7 +299,7 @@ def prepare_cuda(problem: SampleProblem, device: torch.device) -> Start:
             filled.best_values, filled.best_indices, filled.best_logsumexp = map(address, best)
         if out.kept is not None:
             filled.kept_counts, filled.kept_logsumexp = map(address, out.kept)
-        written = with_rows(filled, _write_rows, given)
+        written = with_rows(filled, given)
         threads = launch.SUMMING_THREADS if is_whole else launch.SEARCHING_THREADS
         cuda.launch(index, kernels[has_noise], (rows, blocks), threads, written, is_cooperative=is_cooperative)
 
