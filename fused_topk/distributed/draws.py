@@ -15,7 +15,7 @@ from ..problem import Kept, Sample, result_dtype
 from ..rows import LogitRows
 from ..scale import Scale
 from .collective import all_gather
-from .functions import Gathered, gather_states
+from .functions import gather_states
 
 # The columns of a block. The first read gives the sum of each block. The block that holds a draw is then read again.
 _BLOCK = 1024
@@ -52,23 +52,6 @@ class Columns(NamedTuple):
     rows: LogitRows  # (rows, V_local), at the temperature 1
     group: Any
     backend: str | None
-
-    def exchanged(
-        self, k: int, temperature: Tensor, names: Names, settings: tuple[Any, ...], counted: bool
-    ) -> Exchanged:
-        """Exchanges the states of all processes, their sums at the temperature, the first process's names, and if `counted` the
-        numbers of tokens. settings: plain values that must be the same on all processes."""
-        # A row of temperature 0 takes its best token, whatever its sums.
-        t = temperature.where(temperature > 0, 1.0)
-        blocks = _Blocks.of(self, t)
-        words = [*(x.view(torch.int64) for x in blocks.state()), names.seed, names.counter]
-        if counted:
-            words.append((self.rows.counted() != -torch.inf).sum(1, keepdim=True))
-        tail = torch.cat(words, 1)
-        call = gather_states(self.rows, k, "allowed", self.backend, self.group, None, tail, settings)
-        assert call.tails is not None
-        told = Names(call.tails[0, :, 2:3], call.tails[0, :, 3:4], names.stream)
-        return Exchanged(self, call, blocks, temperature, told, k)
 
 
 class _Blocks(NamedTuple):
@@ -124,20 +107,36 @@ class Exchanged:
     """What the processes have exchanged, the same on each of them."""
 
     def __init__(
-        self, columns: Columns, call: Gathered, blocks: _Blocks, temperature: Tensor, names: Names, k: int
+        self,
+        columns: Columns,
+        k: int,
+        temperature: Tensor,
+        names: Names,
+        settings: tuple[Any, ...],
+        counted: bool,
     ) -> None:
-        self.call, self.names = call, names
-        self.vocab_size = call.vocab_size
+        """Exchanges the states of all processes, their sums at the temperature, the first process's names, and if `counted` the
+        numbers of tokens. settings: plain values that must be the same on all processes."""
+        # A row of temperature 0 takes its best token, whatever its sums.
+        blocks = _Blocks.of(columns, temperature.where(temperature > 0, 1.0))
+        words = [*(x.view(torch.int64) for x in blocks.state()), names.seed, names.counter]
+        if counted:
+            words.append((columns.rows.counted() != -torch.inf).sum(1, keepdim=True))
+        tail = torch.cat(words, 1)
+        call = gather_states(columns.rows, k, "allowed", columns.backend, columns.group, None, tail, settings)
+        assert call.tails is not None
+        self.parts, self._tails, self.vocab_size = call.parts, call.tails, call.vocab_size
+        self.names = Names(self._tails[0, :, 2:3], self._tails[0, :, 3:4], names.stream)
         self._columns, self._blocks, self._temperature = columns, blocks, temperature
-        parts, backend = call.parts, columns.backend
-        listed = k if call.vocab_size is None else min(k, call.vocab_size)
-        values, self._ids, normalizer = merging.merge_parts(*parts, listed, 1.0, None, "state", "allowed", backend)
+        listed = k if self.vocab_size is None else min(k, self.vocab_size)
+        values, self._ids, normalizer = merging.merge_parts(
+            *self.parts, listed, 1.0, None, "state", "allowed", columns.backend
+        )
         # The best tokens of each row (rows, n), best first; and the model's own m and d.
         self._ranked = values.double()
         self._m, self._d = normalizer.double().unsqueeze(-1).unbind(0)
         self._has_distribution = self._ranked[:, :1].isfinite()
-        assert call.tails is not None
-        m, d = call.tails[..., :2].view(torch.float64).unsqueeze(-1).unbind(-2)
+        m, d = self._tails[..., :2].view(torch.float64).unsqueeze(-1).unbind(-2)
         # The sums of each process at the temperature, (processes, rows, 1).
         self._sums = _relative(m, self._m, blocks.temperature) * d
 
@@ -152,12 +151,11 @@ class Exchanged:
         before = ends - self._sums.squeeze(-1)
         rest = aim - before[rank].unsqueeze(1)
         place, logit = self._found_here(rest)
-        last = self.call.parts.lengths.cumsum(0)[rank].long()
+        last = self.parts.lengths.cumsum(0)[rank].long()
         # Every process says what it has found. The owner's counts.
         said = torch.stack([place + (last - length), logit.double().view(torch.int64)])
         tokens, logit_words = from_all(said, group).gather(0, owner.expand(1, 2, -1, -1)).squeeze(0)
-        assert self.call.tails is not None
-        counts = self.call.tails[..., 4:].sum(0)
+        counts = self._tails[..., 4:].sum(0)
         return self._finished(tokens, logit_words.view(torch.float64), total, counts, wanted)
 
     def _found_here(self, rest: Tensor) -> tuple[Tensor, Tensor]:
