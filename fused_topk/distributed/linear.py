@@ -65,23 +65,18 @@ def linear_softmax_topk(
     the logits of its own rows of the weight in pieces, and keeps none. One all-gather of the states (m, d, T) follows. Every
     process of the group must make the call.
 
+    The other arguments are those of :func:`softmax_topk`, for this process's logits of shape (..., V_local). The errors are those of
+    :func:`softmax_topk` and of :func:`fused_topk.linear_softmax_topk`.
+
     Args:
         hidden: shape (..., H), the same on all processes.
         local_weight: shape (V_local, H), this process's rows of the weight, such as `weight.to_local()` of a DTensor that is
             sharded over its first dimension. Processes may have different numbers of rows, also none.
         k: the number of results per row, 1 <= k <= V, the sum of all V_local.
         local_bias: shape (V_local,), this process's part of the bias. None on all processes, or on none.
-        temperature: a positive number, or a tensor with one number per row, the same on all processes.
-        mask: the tokens of this process that may be chosen, as for logits of shape (..., V_local).
-        normalize: "allowed", "all" or "topk".
-        backend: None, "cuda", "cpu" or "reference".
-        group: the process group; None: all processes.
 
     Returns:
         TopK, as :func:`fused_topk.linear_softmax_topk` returns it for the whole weight.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`fused_topk.linear_softmax_topk` and :func:`softmax_topk`.
 
     Contract:
         Order, ties and special values: those of :func:`fused_topk.softmax_topk` for the logits that the processes compute. The
