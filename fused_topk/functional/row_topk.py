@@ -7,7 +7,6 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from .. import backends
 from ..arguments import (
     check_backend,
     check_beam_scores,
@@ -17,6 +16,7 @@ from ..arguments import (
     check_whole_rows,
     is_distributed,
 )
+from ..backends import REQUESTS
 from ..gone import refuse
 from ..operators.results import row_result
 from ..operators.row_topk import beam_topk as run_beams
@@ -26,7 +26,6 @@ from ..row_arguments import check_rows, is_plain, plain_rows
 from ..rows import like
 from .out import copied_into, may_be_plain, run_into
 
-_BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, TopKLogits, tuple)
 
 
@@ -221,7 +220,7 @@ def _row(
         type(k) is int
         and type(dim) is int
         and type(normalize) is str
-        and backend in _BACKENDS
+        and backend in REQUESTS
         and (out is None or (dim == -1 and may_be_plain(out, _OUT_TYPES, len(_fields(values)))))
     ):
         rows = plain_rows(logits, temperature, mask, lengths, out or (), dim)
