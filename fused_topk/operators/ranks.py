@@ -48,12 +48,13 @@ def on_cpu(problem: RankProblem, out: Tensor, instruction_set: str = "") -> None
     )
 
 
-def readable(rows: LogitRows) -> tuple[LogitRows, Launch]:
-    """The rows, copied if the kernels cannot read them, and the launch for them."""
+def readable(rows: LogitRows) -> tuple[LogitRows, bytearray]:
+    """The rows, copied if the kernels cannot read them, and the struct that says how they lie."""
     logits, planned = rows.logits, _launch_of(rows.layout())
     if planned is None or logits.data_ptr() % logits.element_size():
         return readable(cuda.copied(rows))
-    return rows, planned
+    # No kernel that is given this struct writes a result of top-k.
+    return rows, planned.fill(rows, None, 0, 0, TopK(logits, logits, logits))
 
 
 @lru_cache(maxsize=4096)
@@ -66,7 +67,7 @@ def _launch_of(layout: RowsLayout) -> Launch | None:
 
 def on_cuda(problem: RankProblem, out: Tensor) -> None:
     rows, targets, counts_ties = problem
-    rows, planned = readable(rows)
+    rows, read = readable(rows)
     logits, index = rows.logits, rows.logits.get_device()
     count = targets.numel()
     launch.check_row_count(count)
@@ -82,10 +83,8 @@ def on_cuda(problem: RankProblem, out: Tensor) -> None:
         blocks_per_target=blocks,
         counts_ties=counts_ties,
     )
-    # The kernel writes ranks alone.
-    filled = planned.fill(rows, None, 0, 0, TopK(out, out, out))
     kernel = launch.kernel("ranks::target_ranks", logits.dtype)
-    cuda.launch(index, kernel, (count, blocks), launch.RANK_THREADS, filled, bytes(wanted))
+    cuda.launch(index, kernel, (count, blocks), launch.RANK_THREADS, read, bytes(wanted))
 
 
 _ON = {"reference": reference, "cpu": on_cpu, "cuda": on_cuda}
