@@ -26,12 +26,9 @@ from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, LogitRows, RowsLayout, unflattened
 from .gradients import for_inputs, save_rows, saved_rows
 from .operator import Operator, map_rows
-from .results import do_nothing, empty, empty_like
+from .results import Start, do_nothing, empty, empty_like
 
 _CPU_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}  # as in csrc/cpu/full_row_kernels.h
-
-# Runs a prepared request on tensors of the layout that it was prepared for, and writes the contiguous result.
-Start = Callable[[LogitRows, Tensor], None]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ to m_p, and e_p / D with respect to d_p. A chosen logit has the gradient 1 / T o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,8 @@ from ..problem import MergeProblem, TopK
 from ..rows import Like, like
 from ..scale import SCALE_SCHEMA, Scale
 from .operator import Operator, mapped
-from .results import Plan, merge_result
+from .results import Plan, Start, merge_result
 from .row_topk import dim_of_normalizer
-
-# Runs a prepared merge. It is given a whole request, takes only its tensors, and writes the contiguous result.
-Start = Callable[[MergeProblem, TopK], None]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -23,6 +23,10 @@ _memory = {
     dtype: empty(size=(_FEW_ELEMENTS,), dtype=dtype, device="cpu") for dtype in (*DTYPES, torch.int64, torch.int32)
 }
 
+# Runs a prepared request on tensors of the layout that it was prepared for: given what is read, the contiguous result that it writes,
+# and the request's other tensors. What is read is the rows, or a whole request, of which it takes the tensors, the seeds and the noise.
+Start = Callable[..., None]
+
 Of = TypeVar("Of", bound=tuple[Any, ...])
 
 
@@ -42,9 +46,8 @@ class Result(Generic[Of]):
 class Plan(Generic[Of]):
     """A checked and prepared request. It lacks only the tensors, and holds no device memory."""
 
-    def __init__(self, result: Result[Of], device: torch.device, start: Callable[..., None] | None) -> None:
-        """start: runs the request on tensors of the layout that it was prepared for, given what is read, the contiguous result that
-        it writes, and the request's other tensors. None: there are no rows."""
+    def __init__(self, result: Result[Of], device: torch.device, start: Start | None) -> None:
+        """start: None where there are no rows."""
         self.result, self.start, self._device = result, start or do_nothing, device
         self._like = few_like(result) if device.type == "cpu" else None
 

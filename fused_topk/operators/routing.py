@@ -12,7 +12,7 @@ are added in an order that does not depend on the number of lanes: four neighbou
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ..row_arguments import check_layout
 from ..rows import ROWS_FIELDS, ROWS_SCHEMA, Like, LogitRows, RowsLayout, like_given, unflattened
 from .gradients import for_inputs, save_rows, saved_rows
 from .operator import Operator, mapped, take_turns
-from .results import Plan, Result
+from .results import Plan, Result, Start
 
 # As in csrc/routers/scores.h.
 _LOG2_E, _LN2_HIGH, _LN2_LOW = (float.fromhex(x) for x in ("0x1.715476p+0", "0x1.62p-1", "0x1.c85fep-10"))
@@ -45,9 +45,6 @@ _LOWEST = -87.0
 _LEAST_SUM = 1e-20
 # Weights are added as a list of this length, filled up with zeros.
 _SUMMED_WEIGHTS = 32
-
-# Runs a prepared request on tensors of the layout that it was prepared for, and writes the contiguous result.
-Start = Callable[[LogitRows, RouterTopK, Tensor | None], None]
 
 
 def result_of(logits: Tensor, k: int, index_dtype: torch.dtype) -> Result[RouterTopK]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +28,7 @@ from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from . import gradients
 from .operator import Operator, mapped
-from .results import Plan, beam_result, empty, row_result
-
-
-class Start(Protocol):
-    """Runs a prepared request on tensors of the layout that it was prepared for, and writes the contiguous `out`."""
-
-    def __call__(self, rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None: ...
+from .results import Plan, Start, beam_result, empty, row_result
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,12 +24,8 @@ from ..problem import Kept, Sample, SampleProblem, TopK, TopkProblem, result_dty
 from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from ..scale import Scale
 from . import row_topk
-from .dispatch import is_seen_by_torch
 from .operator import Operator
-from .results import Plan, Result, row_result
-
-# Runs a prepared draw: takes only the tensors, the seeds and the noise of the problem, and writes the contiguous result.
-Start = Callable[[SampleProblem, Sample], None]
+from .results import Plan, Result, Start, row_result
 
 
 def result_of(problem: SampleProblem) -> Result[Any]:
@@ -319,11 +315,7 @@ def _prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[Lo
     return run
 
 
-PREPARE: dict[str, Callable[[SampleProblem, torch.device], Start]] = {
-    "reference": lambda problem, device: reference,
-    "cpu": prepare_cpu,
-    "cuda": prepare_cuda,
-}
+PREPARE = {"reference": lambda problem, device: reference, "cpu": prepare_cpu, "cuda": prepare_cuda}
 
 
 def _run(*arguments: Any) -> list[Tensor]:
@@ -356,6 +348,4 @@ def sample(problem: SampleProblem, backend: str | None) -> Sample:
     """Draws into new tensors, of (R, num_samples) and (R, topk)."""
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     rows, *parameters, _, noise = problem
-    if is_seen_by_torch(*(x for x in (*rows, *parameters, noise) if isinstance(x, Tensor))):
-        return as_sample(_sample(*rows, noise, *parameters, backend), problem)
-    return draw(problem, plan_of(problem, backend))
+    return as_sample(_sample(*rows, noise, *parameters, backend), problem)
