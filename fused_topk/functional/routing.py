@@ -127,7 +127,7 @@ def router_topk(
     bias = check_bias(bias, rows.logits)
     if out is not None:
         index_dtype = _index_dtype_of(out)
-    check_router(logits.shape[dim], index_dtype, *(*request, scale))
+    check_router(logits.shape[dim], index_dtype, (*request, scale))
     check_backend(backend)
 
     def compute() -> RouterTopK:

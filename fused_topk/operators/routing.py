@@ -67,7 +67,7 @@ def plan(
     rows = check_layout(layout)
     logits = rows.logits
     k, *_ = request
-    check_router(logits.shape[-1], index_dtype, *request)
+    check_router(logits.shape[-1], index_dtype, request)
     chosen = backends.pick_router(device, logits.dtype, logits.shape[-1], k, backend)
     result = result_of(logits, k, index_dtype)
     problem = RouterProblem(rows, None if bias is None else bias.meta(), *request)
