@@ -31,11 +31,8 @@ def row(
     mask: Tensor | None,
     normalize: str,
     backend: str | None,
-    out: Any,
 ) -> TopK:
     """softmax_topk, log_softmax_topk or topk, whose logsumexp is empty."""
-    if out is not None:
-        raise TypeError("`out` must be None where `logits` is a DTensor, got tensors; use the result")
     _check(logits, dim)
     local = _Local(logits, mask, temperature)
     check_k(k, logits.shape[-1])

@@ -237,7 +237,8 @@ def _row(
         from ..distributed import dtensors
 
         check_whole_rows("lengths", lengths, "hide the tokens by a mask")
-        return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend, out)
+        check_whole_rows("out", out, "use the result")
+        return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend)
     rows = check_rows(logits, temperature, mask, lengths, dim)
     check_k(k, logits.shape[dim])
 
