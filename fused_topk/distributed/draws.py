@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends import philox
-from ..operators import merging, row_topk
+from ..operators import merging, row_topk, sampling
 from ..problem import Kept, Sample, result_dtype
 from ..rows import LogitRows
 from ..scale import Scale
@@ -94,13 +94,8 @@ class _Blocks(NamedTuple):
 
 
 def _relative(x: Tensor, m: Tensor, temperature: Tensor) -> Tensor:
-    """exp((x - m) / temperature), 0 where x is -inf, also if m is."""
-    return _scale(temperature).weight(x, m).where(x != -torch.inf, 0.0)
-
-
-def _scale(temperature: Tensor) -> Scale:
-    """temperature: (rows, 1), or for logits with one more dimension (rows, 1, 1)."""
-    return Scale(row_temperature=temperature.squeeze(-1))
+    """exp((x - m) / temperature), 0 where x is -inf, also if m is. temperature: (rows, 1), or with one more dimension if x has it."""
+    return Scale(row_temperature=temperature.squeeze(-1)).weight(x, m).where(x != -torch.inf, 0.0)
 
 
 class Exchanged:
@@ -212,28 +207,11 @@ class Exchanged:
         return philox.uniforms(*self.names, num_samples, torch.float64)
 
     def _finished(self, tokens: Tensor, logits: Tensor, total: Tensor, counts: Tensor, wanted: Wanted) -> Sample:
-        """The result, once rows of temperature 0 and rows without a distribution have their tokens. total, counts: (rows, 1), the
-        sum of exp((x - m) / temperature) over the tokens that are kept, and their number."""
-        is_drawn = self._has_distribution & (self._temperature > 0)
-        is_greedy = self._has_distribution & (self._temperature == 0)
-        tokens = tokens.where(is_drawn, self._ids[:, :1])
-        shifted = logits.where(is_drawn, self._ranked[:, :1]) - self._m
-        scale = _scale(self._blocks.temperature)
-        if wanted.truncated:
-            logprobs = (scale.scaled(shifted) - total.log()).where(is_drawn, 0.0)
-            known = is_drawn | is_greedy
-        else:
-            logprobs = shifted - self._d.log()
-            known = self._has_distribution
+        rows = self._ids[:, :1], self._m, self._d, self._temperature
+        result = sampling.finished(tokens, logits, *rows, total, counts, wanted.truncated)
         dtype = result_dtype(self._columns.rows.logits.dtype)
-        kept = None
-        if wanted.kept:
-            mass = scale.logsumexp(self._m, total.where(is_drawn, 1.0))
-            kept = Kept(
-                counts.where(is_drawn, is_greedy.long()).squeeze(1),
-                mass.where(is_drawn | is_greedy, torch.nan).to(dtype).squeeze(1),
-            )
-        return Sample(tokens, logprobs.where(known, torch.nan).to(dtype), None, kept)
+        kept = Kept(result.kept.counts, result.kept.logsumexp.to(dtype)) if wanted.kept and result.kept else None
+        return Sample(result.tokens, result.logprobs.to(dtype), None, kept)
 
 
 def from_all(own: Tensor, group: Any) -> Tensor:

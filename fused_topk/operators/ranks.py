@@ -12,9 +12,8 @@ from torch import Tensor
 from .. import backends
 from ..backends import cpu, cuda
 from ..backends.reference import order_keys
-from ..cuda_runtime import tickets
 from ..layout import launch, topk_launch
-from ..layout.kernel_arguments import TargetRanks, address
+from ..layout.kernel_arguments import TargetRanks
 from ..layout.topk_launch import Launch
 from ..problem import RankProblem, TopK, TopkProblem
 from ..rows import ROWS_SCHEMA, LogitRows, RowsLayout, unflattened
@@ -72,13 +71,13 @@ def on_cuda(problem: RankProblem, out: Tensor) -> None:
     count = targets.numel()
     launch.check_row_count(count)
     blocks = launch.ranking_blocks(count, logits.shape[-1], cuda.multiprocessors(index))
-    is_shared = blocks > 1
-    counts = torch.empty(count * blocks, dtype=torch.int32, device=logits.device) if is_shared else None
+    words = -(-count * blocks // 2) if blocks > 1 else 0
+    workspace, counts, counters = cuda.workspace(index, logits.device, words, count)
     wanted = TargetRanks(
         targets=targets.data_ptr(),
         ranks=out.data_ptr(),
-        counts=address(counts),
-        tickets=tickets.zeroed(index, count) if is_shared else 0,
+        counts=counts,
+        tickets=counters,
         num_targets=targets.shape[-1],
         blocks_per_target=blocks,
         counts_ties=counts_ties,

@@ -17,7 +17,6 @@ from torch import Tensor
 from .. import backends
 from ..backends import cpu, cuda, philox
 from ..backends.reference import gather, ranking, working_dtype
-from ..cuda_runtime import tickets
 from ..layout import launch
 from ..layout.kernel_arguments import SampleRows, address, with_rows
 from ..problem import Kept, Sample, SampleProblem, TopK, TopkProblem, result_dtype
@@ -102,11 +101,8 @@ def _reference_draws(problem: SampleProblem, out: Sample) -> None:
     ranked = gather(x, order).to(dtype)
     best = ranked[:, :1]
     temperature = column(*rows.scale(), dtype, x.device)
-    has_distribution = best.isfinite()
-    is_drawn = has_distribution & (temperature > 0)
-    m = best.where(has_distribution, 0.0)
-    # At most the greatest that float32 can divide by: -inf stays -inf.
-    scale = Scale(1.0, temperature.where(temperature > 0, 1.0).clamp(max=2.0**126).squeeze(1))
+    m = best.where(best.isfinite(), 0.0)
+    scale = _scale_of_draws(temperature)
 
     weights = scale.weight(ranked, m)
     is_kept = _kept(p, ranked, weights)
@@ -122,23 +118,46 @@ def _reference_draws(problem: SampleProblem, out: Sample) -> None:
     else:
         may_win = torch.zeros_like(is_kept).scatter(1, order, is_kept & (ranked != -torch.inf))
         drawn = _winner(scale.log_weight(x.to(dtype), m) - p.noise.to(dtype).log(), may_win)
-    tokens = drawn.where(is_drawn, order[:, :1])
-    out.tokens.copy_(tokens)
+    d = (ranked - m).exp().sum(1, keepdim=True)
+    counts = (is_kept & (ranked != -torch.inf)).sum(1, keepdim=True)
+    of_drawn = x.to(dtype).gather(1, drawn)
+    result = finished(drawn, of_drawn, order[:, :1], best, d, temperature, total, counts, p.truncated)
+    for given, computed in zip(flat(out._replace(topk=None)), flat(result)):
+        given.copy_(computed)
 
-    of_drawn = x.to(dtype).gather(1, tokens)
-    if p.truncated:
-        logprobs = scale.log_weight(of_drawn, m) - total.log()
-        logprobs = logprobs.where(temperature != 0, 0.0)
-        has_distribution = has_distribution & (temperature >= 0)
+
+def finished(
+    tokens: Tensor,
+    logits: Tensor,
+    best: Tensor,
+    m: Tensor,
+    d: Tensor,
+    temperature: Tensor,
+    total: Tensor,
+    counts: Tensor,
+    truncated: bool,
+) -> Sample:
+    """The result of draws, in which rows of temperature 0 and rows without a distribution have their best token.
+
+    tokens, logits: the drawn ones (rows, samples), and their logits. best, m: the row's best token and its logit, (rows, 1) as all that
+    follow. d: the sum of exp(x - m) over the row. total, counts: that of exp((x - m) / T) over the tokens that are kept, and their number.
+    """
+    has_distribution = m.isfinite()
+    is_drawn, is_greedy = has_distribution & (temperature > 0), has_distribution & (temperature == 0)
+    scale = _scale_of_draws(temperature)
+    shifted = logits.where(is_drawn, m) - m
+    if truncated:
+        logprobs, is_known = (scale.scaled(shifted) - total.log()).where(is_drawn, 0.0), is_drawn | is_greedy
     else:
-        logprobs = of_drawn - m - (ranked - m).exp().sum(1, keepdim=True).log()
-    out.logprobs.copy_(logprobs.where(has_distribution, torch.nan))
-    if out.kept is not None:
-        is_greedy = best.isfinite() & (temperature == 0)
-        counts = (is_kept & (ranked != -torch.inf)).sum(1, keepdim=True).where(is_drawn, is_greedy.long())
-        mass = scale.logsumexp(best, total.where(is_drawn, 1.0))
-        out.kept.counts.copy_(counts.squeeze(1))
-        out.kept.logsumexp.copy_(mass.where(is_drawn | is_greedy, torch.nan).squeeze(1))
+        logprobs, is_known = shifted - d.log(), has_distribution
+    mass = scale.logsumexp(m, total.where(is_drawn, 1.0)).where(is_drawn | is_greedy, torch.nan)
+    kept = Kept(counts.where(is_drawn, is_greedy.long()).squeeze(1), mass.squeeze(1))
+    return Sample(tokens.where(is_drawn, best), logprobs.where(is_known, torch.nan), None, kept)
+
+
+def _scale_of_draws(temperature: Tensor) -> Scale:
+    # At most the greatest that float32 can divide by: -inf stays -inf.
+    return Scale(row_temperature=temperature.where(temperature > 0, 1.0).clamp(max=2.0**126).squeeze(1))
 
 
 def _winner(scores: Tensor, may_win: Tensor) -> Tensor:
@@ -278,11 +297,9 @@ def prepare_cuda(problem: SampleProblem, device: torch.device) -> Start:
             best = None
         listed = None if find_list is None else find_list(own)
         has_noise = p.noise is not None
-        words, counters = scratches[has_noise]
-        scratch = torch.empty(words, dtype=torch.int64, device=given.logits.device) if words else None
+        workspace, scratch, counters = cuda.workspace(index, given.logits.device, *scratches[has_noise])
         filled = SampleRows.from_buffer_copy(planned)
-        filled.scratch = address(scratch)
-        filled.tickets = tickets.zeroed(index, counters) if counters else 0
+        filled.scratch, filled.tickets = scratch, counters
         filled.tokens, filled.log_probs = out.tokens.data_ptr(), out.logprobs.data_ptr()
         filled.seed, filled.row_seed = p.seed, address(p.row_seed)
         filled.counter, filled.row_counter = p.counter, address(p.row_counter)
