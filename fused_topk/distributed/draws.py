@@ -180,16 +180,13 @@ class Exchanged:
         _, top_k, top_p, min_p = parameters
         t = self._blocks.temperature
         weights = _relative(ranked, self._m, t)
-        # The same rules as for whole rows in operators/sampling.py.
         has_k = (top_k > 0) & (top_k < (self.vocab_size or top_k + 1))
         last = (top_k.where(has_k, listed) - 1).clamp(max=listed - 1)
-        is_kept = is_in_k = (ranked >= ranked.gather(1, last)) | ~has_k
-        sums = (weights * is_kept).cumsum(1)
+        is_in_k = (ranked >= ranked.gather(1, last)) | ~has_k
+        sums = (weights * is_in_k).cumsum(1)
         # top_p is a share of this: of the tokens that top_k keeps, or of the whole row.
         total = sums[:, -1:].where(has_k, self._sums.sum(0))
-        before = torch.nn.functional.pad(sums, (1, -1))
-        is_kept = is_kept & (~(before >= top_p * total) | ~(top_p < 1)) & ~(weights < min_p)
-        is_kept[:, 0] = True
+        is_kept = sampling.kept_of(is_in_k, weights, sums, total, top_p, min_p)
         # The total must have all tokens that tie with the k-th. They are all listed if the last listed token is not one of them.
         is_cut = torch.where(has_k, ~is_in_k[:, -1:], ~is_kept[:, -1:])
         is_enough = is_cut | (ranked[:, -1:] == -torch.inf) | (self._temperature == 0) | ~self._has_distribution

@@ -173,16 +173,18 @@ def _kept(p: SampleProblem, ranked: Tensor, weights: Tensor) -> Tensor:
     top_k = column(p.top_k, p.row_top_k, torch.int64, device)
     last = (top_k.where((top_k > 0) & (top_k < vocab_size), vocab_size) - 1).expand(len(ranked), 1)
     # All that tie with the k-th, as transformers keeps them.
-    kept = ranked >= ranked.gather(1, last)
+    is_in_k = ranked >= ranked.gather(1, last)
+    sums = (weights * is_in_k).cumsum(1)
+    top_p, min_p = column(p.top_p, p.row_top_p, dtype, device), column(p.min_p, p.row_min_p, dtype, device)
+    return kept_of(is_in_k, weights, sums, sums[:, -1:], top_p, min_p)
 
-    top_p = column(p.top_p, p.row_top_p, dtype, device)
-    sums = (weights * kept).cumsum(1)
-    before = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], 1)
+
+def kept_of(is_in_k: Tensor, weights: Tensor, sums: Tensor, total: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """What top-p and min-p keep of the best tokens, which begin with those that top-k keeps. sums: the running sums of the weights of
+    these. total: what top_p is a share of."""
+    before = torch.nn.functional.pad(sums, (1, -1))
     # The shortest prefix with at least that share. Not `< top_p`: NaN and 1 and more keep all.
-    is_within = ~(before >= top_p * sums[:, -1:]) | ~(top_p < 1)
-    min_p = column(p.min_p, p.row_min_p, dtype, device)
-    is_likely = ~(weights < min_p)
-    kept = kept & is_within & is_likely
+    kept = is_in_k & (~(before >= top_p * total) | ~(top_p < 1)) & ~(weights < min_p)
     kept[:, 0] = True
     return kept
 
