@@ -28,7 +28,7 @@ from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from . import gradients
 from .operator import Operator, mapped
-from .results import Plan, Start, beam_result, empty, row_result
+from .results import Plan, Start, beam_result, do_nothing, empty, row_result
 
 
 @functools.lru_cache(maxsize=4096)
@@ -150,6 +150,8 @@ def prepare_cuda(
     """The merge over beams is part of the same launch. choice: instead of the best one."""
     logits, index = problem.rows.logits, device.index
     itemsize, count = logits.element_size(), row_count(logits.shape)
+    if count == 0:
+        return do_nothing
     choice = choice or _choice_on(problem, index, beam_scores)
     unaligned, aligned = (topk_launch.plan(problem, is_aligned, choice, beam_scores) for is_aligned in (False, True))
 
