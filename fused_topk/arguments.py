@@ -295,18 +295,9 @@ def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
         )
 
 
-def check_router(
-    experts: int,
-    index_dtype: Any,
-    k: Any,
-    scoring: Any,
-    groups: Any,
-    topk_groups: Any,
-    group_score: Any,
-    renormalize: Any,
-    scale: Any,
-) -> None:
-    """Checks all arguments that are no tensors."""
+def check_router(experts: int, index_dtype: Any, request: tuple[Any, ...]) -> None:
+    """Checks all arguments that are no tensors. request: the fields of :class:`RouterProblem` after the bias."""
+    k, scoring, groups, topk_groups, group_score, renormalize, scale = request
     check_k(k, experts, "the number of experts")
     check_choice("scoring", scoring, tuple(SCORINGS))
     check_choice("group_score", group_score, _GROUP_SCORES)

@@ -54,7 +54,7 @@ def seen_by(given: Case, window: int) -> Tensor:
 
 
 def seen_places(table: Tensor, places: int, window: int = 0) -> Tensor:
-    """bool [batch, beams, places]: what each beam may look at. Args: see :func:`cuda_attention.step_attention`."""
+    """bool [batch, beams, places]: what each beam may look at. Args: see :func:`fused_topk.operators.attention.run`."""
     batch, beams, _ = table.shape
     prompt, written = (int(each) for each in table[0, 0, :2])
     words = -(-prompt // 32)
@@ -102,5 +102,5 @@ def step_attention(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """In the place of :func:`cuda_attention.step_attention`."""
+    """In the place of :func:`fused_topk.operators.attention.run`."""
     return attention(query, key, value, seen_places(table, key.shape[2], window), scale, cap, sinks).to(query.dtype)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attention_by_table import Case, attention, case, seen_by
-from fused_topk.backends import cuda_attention
 from fused_topk.layout import attention_launch
+from fused_topk.operators import attention as by_table
 from simt import build
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch):
-    monkeypatch.setattr(cuda_attention.cuda, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(by_table.cuda, "multiprocessors", lambda index: 132)
 
 
 def check(
@@ -35,10 +35,10 @@ def check(
         if keys_of_part
         else mock.MagicMock(),
     ):
-        cuda_attention._plan.cache_clear()
-        with mock.patch.object(cuda_attention.cuda, "multiprocessors", lambda index: multiprocessors):
-            found = cuda_attention.step_attention(*given[:4], scale, cap, window, sinks)
-    cuda_attention._plan.cache_clear()
+        by_table._plan.cache_clear()
+        with mock.patch.object(by_table.cuda, "multiprocessors", lambda index: multiprocessors):
+            found = by_table.run(*given[:4], scale, cap, window, sinks)
+    by_table._plan.cache_clear()
     outcomes[0].check()
     want = attention(*given[:3], seen_by(given, window), scale, cap, sinks)
     # Weights are rounded to 16 bits before the product, and so is the result: each an error of half a unit in the last place, of
@@ -97,8 +97,8 @@ def test_a_text_has_the_same_bits_in_every_batch(monkeypatch):
     monkeypatch.setattr(attention_launch, "_keys_of_part", lambda *_: 16)
     with emulated(arrays, is_public=True):
         # Blocks with many parts, and with one.
-        monkeypatch.setattr(cuda_attention.cuda, "multiprocessors", lambda index: 1)
-        whole = cuda_attention.step_attention(*given[:4], 0.125)
-        monkeypatch.setattr(cuda_attention.cuda, "multiprocessors", lambda index: 132)
-        alone = cuda_attention.step_attention(given.query[2:4], *(each[1:2] for each in given[1:4]), 0.125)
+        monkeypatch.setattr(by_table.cuda, "multiprocessors", lambda index: 1)
+        whole = by_table.run(*given[:4], 0.125)
+        monkeypatch.setattr(by_table.cuda, "multiprocessors", lambda index: 132)
+        alone = by_table.run(given.query[2:4], *(each[1:2] for each in given[1:4]), 0.125)
     assert torch.equal(whole[2:4], alone)

@@ -9,10 +9,9 @@ import torch
 import whole_steps
 from attention_by_table import attention, case, seen_by
 from decoding import inputs_for, stats
-from fused_topk.backends import cuda_attention
 from fused_topk.generation import fused_decoding
 from fused_topk.layout import attention_launch
-from fused_topk.operators.attention import step_attention
+from fused_topk.operators import attention as by_table
 from test_whole_step_cuda import rescored
 
 pytestmark = pytest.mark.usefixtures("cuda")
@@ -37,9 +36,7 @@ def test_against_float64(shape, dim):
         given = case(dim=dim, dtype=dtype, **shape)
         sinks = torch.linspace(-2, 2, given.query.shape[1]).to(dtype)
         for window, cap, sink in ((0, 0.0, None), (37, 0.0, sinks), (0, 3.0, None)):
-            found = cuda_attention.step_attention(
-                *on_gpu(given), dim**-0.5, cap, window, None if sink is None else sink.cuda()
-            )
+            found = by_table.run(*on_gpu(given), dim**-0.5, cap, window, None if sink is None else sink.cuda())
             want = attention(*given[:3], seen_by(given, window), dim**-0.5, cap, sink)
             # As in test_simt_attention.py.
             torch.testing.assert_close(found.double().cpu(), want, rtol=0, atol=4 * torch.finfo(dtype).eps)
@@ -47,18 +44,18 @@ def test_against_float64(shape, dim):
 
 def test_the_same_bits_in_every_run_batch_and_graph():
     given = on_gpu(case(batch=4, beams=2, prompt=3000))
-    whole = cuda_attention.step_attention(*given, 0.125)
-    alone = cuda_attention.step_attention(given[0][2:4], *(each[1:2] for each in given[1:]), 0.125)
+    whole = by_table.run(*given, 0.125)
+    alone = by_table.run(given[0][2:4], *(each[1:2] for each in given[1:]), 0.125)
     assert torch.equal(whole[2:4], alone)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = cuda_attention.step_attention(*given, 0.125)
-    compiled = torch.compile(step_attention, fullgraph=True)(*given, 0.125, 0.0, 0, None)
+        captured = by_table.run(*given, 0.125)
+    compiled = torch.compile(by_table.step_attention, fullgraph=True)(*given, 0.125, 0.0, 0, None)
     assert torch.equal(compiled, whole)
     for _ in range(20):
         graph.replay()
         assert torch.equal(captured, whole)
-        assert torch.equal(cuda_attention.step_attention(*given, 0.125), whole)
+        assert torch.equal(by_table.run(*given, 0.125), whole)
 
 
 @pytest.fixture
@@ -74,8 +71,8 @@ def _wide_heads(monkeypatch):
 @pytest.mark.parametrize("name", whole_steps.SERVED)
 def test_families_read_their_keys_by_a_table(name, num_beams, monkeypatch):
     calls = []
-    run = cuda_attention.step_attention
-    monkeypatch.setattr(cuda_attention, "step_attention", lambda *args: calls.append(args) or run(*args))
+    run = by_table.run
+    monkeypatch.setattr(by_table, "run", lambda *args: calls.append(args) or run(*args))
     for dtype in attention_launch.DTYPES:
         steps = generated(name, num_beams, dtype)
         if name in ("Mixtral", "Qwen3Moe") and steps.whole == 0:

@@ -6,9 +6,9 @@ import torch
 
 import attention_by_table
 from decoding import also, assert_whole, inputs_for
-from fused_topk.backends import cuda_attention
 from fused_topk.generation import disable
 from fused_topk.generation.whole_step.ancestry import Table
+from fused_topk.operators import attention as by_table
 from whole_steps import OTHER_LAYERS, SERVED, SERVED_WITH_SOURCE, encoder_decoder, family, source_for
 
 
@@ -21,8 +21,8 @@ def tables(monkeypatch):
         seen.append(table)
         return attention_by_table.step_attention(query, key, value, table, *others)
 
-    monkeypatch.setattr(cuda_attention, "serves", lambda *args: True)
-    monkeypatch.setattr(cuda_attention, "step_attention", stand_in)
+    monkeypatch.setattr(by_table, "serves", lambda *args: True)
+    monkeypatch.setattr(by_table, "run", stand_in)
     return seen
 
 

@@ -14,6 +14,7 @@ from . import cpu, cuda, reference
 
 _BACKENDS: dict[str, ModuleType] = {"cuda": cuda, "cpu": cpu, "reference": reference}
 NAMES = tuple(_BACKENDS)
+REQUESTS = (None, *NAMES)  # what `backend` may be
 
 
 def available(device: torch.device | None = None) -> dict[str, str | None]:

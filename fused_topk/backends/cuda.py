@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout.launch import FORMATS
+from ..layout.launch import FORMATS, has_adjacent
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
 from ..rows import LogitRows
 
@@ -77,11 +77,6 @@ def launch(
     if shared_bytes > _SHARED_BYTES_UNASKED:
         shared_bytes = driver.affordable_shared_bytes(device, kernel, shared_bytes)
     driver.call(function, grid, threads, tuple(map(driver.argument, structs)), device, shared_bytes, is_cooperative)
-
-
-def has_adjacent(logits: Tensor) -> bool:
-    """Whether the kernels can read the rows where they lie."""
-    return logits.stride(-1) == 1 or logits.shape[-1] == 1
 
 
 def copied(rows: LogitRows) -> LogitRows:

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from ..layout import launch
-from ..layout.kernel_arguments import LogitGradients, Piece, address, rows_writer, with_rows
+from ..layout.kernel_arguments import LogitGradients, Piece, address, with_rows
 from ..problem import LogitGradientProblem, TopK
 from ..rows import LogitRows
 from . import cuda
-
-_write_rows_of_piece, _write_rows_of_gradient = rows_writer(Piece), rows_writer(LogitGradients)
 
 
 def accumulate_piece(
@@ -54,7 +52,7 @@ def accumulate_piece(
     )
     kernel = launch.kernel("pieces::accumulate_piece", logits.dtype, ranks is not None)
     shared_bytes = launch.piece_shared_bytes(logits.dtype)
-    written = with_rows(filled, _write_rows_of_piece, rows)
+    written = with_rows(filled, rows)
     cuda.launch(device, kernel, (launch.piece_blocks(count),), launch.PIECE_THREADS, written, shared_bytes=shared_bytes)
 
 
@@ -81,5 +79,5 @@ def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int, 
         sums_all=sums_all,
     )
     grid = count, -(-tokens * logits.element_size() // launch.GRADIENT_SPAN_BYTES)
-    written = with_rows(filled, _write_rows_of_gradient, rows)
+    written = with_rows(filled, rows)
     cuda.launch(index, launch.kernel("gradients::logit_gradient", logits.dtype), grid, launch.GRADIENT_THREADS, written)

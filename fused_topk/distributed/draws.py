@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends import philox
-from ..operators import merging, row_topk
+from ..operators import merging, row_topk, sampling
 from ..problem import Kept, Sample, result_dtype
 from ..rows import LogitRows
 from ..scale import Scale
 from .collective import all_gather
-from .functions import Gathered, gather_states
+from .functions import gather_states
 
 # The columns of a block. The first read gives the sum of each block. The block that holds a draw is then read again.
 _BLOCK = 1024
@@ -52,23 +52,6 @@ class Columns(NamedTuple):
     rows: LogitRows  # (rows, V_local), at the temperature 1
     group: Any
     backend: str | None
-
-    def exchanged(
-        self, k: int, temperature: Tensor, names: Names, settings: tuple[Any, ...], counted: bool
-    ) -> Exchanged:
-        """Exchanges the states of all processes, their sums at the temperature, the first process's names, and if `counted` the
-        numbers of tokens. settings: plain values that must be the same on all processes."""
-        # A row of temperature 0 takes its best token, whatever its sums.
-        t = temperature.where(temperature > 0, 1.0)
-        blocks = _Blocks.of(self, t)
-        words = [*(x.view(torch.int64) for x in blocks.state()), names.seed, names.counter]
-        if counted:
-            words.append((self.rows.counted() != -torch.inf).sum(1, keepdim=True))
-        tail = torch.cat(words, 1)
-        call = gather_states(self.rows, k, "allowed", self.backend, self.group, None, tail, settings)
-        assert call.tails is not None
-        told = Names(call.tails[0, :, 2:3], call.tails[0, :, 3:4], names.stream)
-        return Exchanged(self, call, blocks, temperature, told, k)
 
 
 class _Blocks(NamedTuple):
@@ -111,33 +94,44 @@ class _Blocks(NamedTuple):
 
 
 def _relative(x: Tensor, m: Tensor, temperature: Tensor) -> Tensor:
-    """exp((x - m) / temperature), 0 where x is -inf, also if m is."""
-    return _scale(temperature).weight(x, m).where(x != -torch.inf, 0.0)
-
-
-def _scale(temperature: Tensor) -> Scale:
-    """temperature: (rows, 1), or for logits with one more dimension (rows, 1, 1)."""
-    return Scale(row_temperature=temperature.squeeze(-1))
+    """exp((x - m) / temperature), 0 where x is -inf, also if m is. temperature: (rows, 1), or with one more dimension if x has it."""
+    return Scale(row_temperature=temperature.squeeze(-1)).weight(x, m).where(x != -torch.inf, 0.0)
 
 
 class Exchanged:
     """What the processes have exchanged, the same on each of them."""
 
     def __init__(
-        self, columns: Columns, call: Gathered, blocks: _Blocks, temperature: Tensor, names: Names, k: int
+        self,
+        columns: Columns,
+        k: int,
+        temperature: Tensor,
+        names: Names,
+        settings: tuple[Any, ...],
+        counted: bool,
     ) -> None:
-        self.call, self.names = call, names
-        self.vocab_size = call.vocab_size
+        """Exchanges the states of all processes, their sums at the temperature, the first process's names, and if `counted` the
+        numbers of tokens. settings: plain values that must be the same on all processes."""
+        # A row of temperature 0 takes its best token, whatever its sums.
+        blocks = _Blocks.of(columns, temperature.where(temperature > 0, 1.0))
+        words = [*(x.view(torch.int64) for x in blocks.state()), names.seed, names.counter]
+        if counted:
+            words.append((columns.rows.counted() != -torch.inf).sum(1, keepdim=True))
+        tail = torch.cat(words, 1)
+        call = gather_states(columns.rows, k, "allowed", columns.backend, columns.group, None, tail, settings)
+        assert call.tails is not None
+        self.parts, self._tails, self.vocab_size = call.parts, call.tails, call.vocab_size
+        self.names = Names(self._tails[0, :, 2:3], self._tails[0, :, 3:4], names.stream)
         self._columns, self._blocks, self._temperature = columns, blocks, temperature
-        parts, backend = call.parts, columns.backend
-        listed = k if call.vocab_size is None else min(k, call.vocab_size)
-        values, self._ids, normalizer = merging.merge_parts(*parts, listed, 1.0, None, "state", "allowed", backend)
+        listed = k if self.vocab_size is None else min(k, self.vocab_size)
+        values, self._ids, normalizer = merging.merge_parts(
+            *self.parts, listed, 1.0, None, "state", "allowed", columns.backend
+        )
         # The best tokens of each row (rows, n), best first; and the model's own m and d.
         self._ranked = values.double()
         self._m, self._d = normalizer.double().unsqueeze(-1).unbind(0)
         self._has_distribution = self._ranked[:, :1].isfinite()
-        assert call.tails is not None
-        m, d = call.tails[..., :2].view(torch.float64).unsqueeze(-1).unbind(-2)
+        m, d = self._tails[..., :2].view(torch.float64).unsqueeze(-1).unbind(-2)
         # The sums of each process at the temperature, (processes, rows, 1).
         self._sums = _relative(m, self._m, blocks.temperature) * d
 
@@ -152,12 +146,11 @@ class Exchanged:
         before = ends - self._sums.squeeze(-1)
         rest = aim - before[rank].unsqueeze(1)
         place, logit = self._found_here(rest)
-        last = self.call.parts.lengths.cumsum(0)[rank].long()
+        last = self.parts.lengths.cumsum(0)[rank].long()
         # Every process says what it has found. The owner's counts.
         said = torch.stack([place + (last - length), logit.double().view(torch.int64)])
         tokens, logit_words = from_all(said, group).gather(0, owner.expand(1, 2, -1, -1)).squeeze(0)
-        assert self.call.tails is not None
-        counts = self.call.tails[..., 4:].sum(0)
+        counts = self._tails[..., 4:].sum(0)
         return self._finished(tokens, logit_words.view(torch.float64), total, counts, wanted)
 
     def _found_here(self, rest: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,16 +180,13 @@ class Exchanged:
         _, top_k, top_p, min_p = parameters
         t = self._blocks.temperature
         weights = _relative(ranked, self._m, t)
-        # The same rules as for whole rows in operators/sampling.py.
         has_k = (top_k > 0) & (top_k < (self.vocab_size or top_k + 1))
         last = (top_k.where(has_k, listed) - 1).clamp(max=listed - 1)
-        is_kept = is_in_k = (ranked >= ranked.gather(1, last)) | ~has_k
-        sums = (weights * is_kept).cumsum(1)
+        is_in_k = (ranked >= ranked.gather(1, last)) | ~has_k
+        sums = (weights * is_in_k).cumsum(1)
         # top_p is a share of this: of the tokens that top_k keeps, or of the whole row.
         total = sums[:, -1:].where(has_k, self._sums.sum(0))
-        before = torch.nn.functional.pad(sums, (1, -1))
-        is_kept = is_kept & (~(before >= top_p * total) | ~(top_p < 1)) & ~(weights < min_p)
-        is_kept[:, 0] = True
+        is_kept = sampling.kept_of(is_in_k, weights, sums, total, top_p, min_p)
         # The total must have all tokens that tie with the k-th. They are all listed if the last listed token is not one of them.
         is_cut = torch.where(has_k, ~is_in_k[:, -1:], ~is_kept[:, -1:])
         is_enough = is_cut | (ranked[:, -1:] == -torch.inf) | (self._temperature == 0) | ~self._has_distribution
@@ -214,28 +204,11 @@ class Exchanged:
         return philox.uniforms(*self.names, num_samples, torch.float64)
 
     def _finished(self, tokens: Tensor, logits: Tensor, total: Tensor, counts: Tensor, wanted: Wanted) -> Sample:
-        """The result, once rows of temperature 0 and rows without a distribution have their tokens. total, counts: (rows, 1), the
-        sum of exp((x - m) / temperature) over the tokens that are kept, and their number."""
-        is_drawn = self._has_distribution & (self._temperature > 0)
-        is_greedy = self._has_distribution & (self._temperature == 0)
-        tokens = tokens.where(is_drawn, self._ids[:, :1])
-        shifted = logits.where(is_drawn, self._ranked[:, :1]) - self._m
-        scale = _scale(self._blocks.temperature)
-        if wanted.truncated:
-            logprobs = (scale.scaled(shifted) - total.log()).where(is_drawn, 0.0)
-            known = is_drawn | is_greedy
-        else:
-            logprobs = shifted - self._d.log()
-            known = self._has_distribution
+        rows = self._ids[:, :1], self._m, self._d, self._temperature
+        result = sampling.finished(tokens, logits, *rows, total, counts, wanted.truncated)
         dtype = result_dtype(self._columns.rows.logits.dtype)
-        kept = None
-        if wanted.kept:
-            mass = scale.logsumexp(self._m, total.where(is_drawn, 1.0))
-            kept = Kept(
-                counts.where(is_drawn, is_greedy.long()).squeeze(1),
-                mass.where(is_drawn | is_greedy, torch.nan).to(dtype).squeeze(1),
-            )
-        return Sample(tokens, logprobs.where(known, torch.nan).to(dtype), None, kept)
+        kept = Kept(result.kept.counts, result.kept.logsumexp.to(dtype)) if wanted.kept and result.kept else None
+        return Sample(result.tokens, result.logprobs.to(dtype), None, kept)
 
 
 def from_all(own: Tensor, group: Any) -> Tensor:

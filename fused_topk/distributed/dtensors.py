@@ -31,21 +31,15 @@ def row(
     mask: Tensor | None,
     normalize: str,
     backend: str | None,
-    out: Any,
 ) -> TopK:
     """softmax_topk, log_softmax_topk or topk, whose logsumexp is empty."""
-    if out is not None:
-        raise TypeError("`out` must be None where `logits` is a DTensor, got tensors; use the result")
     _check(logits, dim)
     local = _Local(logits, mask, temperature)
     check_k(k, logits.shape[-1])
     if local.group is None:
-        rows = check_rows(local.logits, local.temperature, local.mask)
-        result = row_topk.row_topk(rows, k, values, normalize, backend)
+        result = row_topk.row_topk(local.rows, k, values, normalize, backend)
     else:
-        result = functions.row(
-            values, local.logits, k, local.temperature, local.mask, None, normalize, backend, local.group
-        )
+        result = functions.row(values, local.rows, k, normalize, backend, local.group)
     leading, (best, indices, logsumexp) = tuple(logits.shape[:-1]), result
     if values != "logits":
         logsumexp = local.whole(logsumexp, leading)
@@ -69,19 +63,9 @@ def beams(
     scores = local.cut(beam_scores, logits.shape[:-1])
     check_k(k, logits.shape[1] * logits.shape[-1], "beams times the vocabulary size")
     if local.group is None:
-        rows = check_rows(local.logits, local.temperature, local.mask)
-        result = row_topk.beam_topk(rows, scores, k, normalize, backend)
+        result = row_topk.beam_topk(local.rows, scores, k, normalize, backend)
     else:
-        result = functions.beam_topk(
-            local.logits,
-            scores,
-            k,
-            group=local.group,
-            temperature=local.temperature,
-            mask=local.mask,
-            normalize=normalize,
-            backend=backend,
-        )
+        result = functions.best_of_beams(local.rows, scores, k, normalize, backend, local.group)
     batch = logits.shape[0]
     return TopK(*map(local.whole, result, ((batch, k), (batch, k), tuple(logits.shape[:-1]))))
 
@@ -99,11 +83,10 @@ def full_rows(
     _check(logits, dim)
     local = _Local(logits, mask, temperature)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
-    rows = check_rows(local.logits, local.temperature, local.mask, may_be_empty=local.group is not None)
-    if local.group is not None:
-        result = of_columns.full_rows(values, rows, out_dtype, backend, local.group)
+    if local.group is None:
+        result = of_full_rows.full_rows(local.rows, values, out_dtype, backend)
     else:
-        result = of_full_rows.full_rows(rows, values, out_dtype, backend)
+        result = of_columns.full_rows(values, local.rows, out_dtype, backend, local.group)
     if values == "logsumexp":
         return local.whole(result, tuple(logits.shape[:-1]))
     return local.whole(result, tuple(logits.shape), local.placements)
@@ -127,14 +110,14 @@ class _Local:
         # Checked whole, before anything is sent: a share of a wrong tensor may have a right shape.
         whole_mask = check_mask(_plain(mask), logits)
         scale = check_temperature(_plain(temperature), logits, result_dtype(logits.dtype))
-        self.mesh = logits.device_mesh
-        last = logits.dim() - 1
+        self.mesh, self._dims = logits.device_mesh, logits.dim()
+        last = self._dims - 1
         # Partial sums are summed, and the beams of a sequence are brought to one process.
         placements = [
-            p if p.is_replicate() or (type(p) is Shard and p.dim % (last + 1) != last_row_dim) else Replicate()
+            p if p.is_replicate() or (type(p) is Shard and p.dim % self._dims != last_row_dim) else Replicate()
             for p in logits.placements
         ]
-        of_vocabulary = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim % (last + 1) == last]
+        of_vocabulary = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim % self._dims == last]
         # If several dimensions of the mesh shard the vocabulary, only the last one goes on doing so.
         for i in of_vocabulary[:-1]:
             placements[i] = Replicate()
@@ -142,18 +125,15 @@ class _Local:
         self.placements = placements
         self.group = self.mesh.get_group(of_vocabulary[-1]) if of_vocabulary else None
         self.of_result = [Replicate() if i in of_vocabulary else p for i, p in enumerate(placements)]
-        self.logits = logits.to_local()
-        self.mask = None
-        if whole_mask is not None:
-            self.mask = self.cut(unpacked(whole_mask, logits.shape[-1]), logits.shape)
         of_rows = scale.row_temperature
-        self.temperature = scale.temperature if of_rows is None else self.cut(of_rows, logits.shape[:-1])
+        own_mask = None if whole_mask is None else self.cut(unpacked(whole_mask, logits.shape[-1]), logits.shape)
+        own_temperature = scale.temperature if of_rows is None else self.cut(of_rows, logits.shape[:-1])
+        self.rows = check_rows(logits.to_local(), own_temperature, own_mask, may_be_empty=self.group is not None)
 
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         """This process's share of a tensor of that shape, the logits' or that of their rows, which every process has."""
         placements = [
-            p if not isinstance(p, Shard) or p.dim % len(self.logits.shape) < len(shape) else Replicate()
-            for p in self.placements
+            p if not isinstance(p, Shard) or p.dim % self._dims < len(shape) else Replicate() for p in self.placements
         ]
         whole = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         local: Tensor = whole.redistribute(placements=placements).to_local()

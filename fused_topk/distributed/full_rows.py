@@ -13,29 +13,22 @@ from torch.autograd.function import once_differentiable
 from ..operators import merging
 from ..problem import result_dtype
 from ..rows import LogitRows
-from ..scale import Scale
 from .functions import gather_states
 
 
-def full_rows(
-    values: str,
-    rows: LogitRows,
-    dtype: torch.dtype,
-    backend: str | None,
-    group: Any,
-) -> Tensor:
+def full_rows(values: str, rows: LogitRows, dtype: torch.dtype, backend: str | None, group: Any) -> Tensor:
     """The result of the process's columns, which `rows` has, or for "logsumexp" the one of whole rows, the same on every process."""
-    # The gradient does not go through the states, because those of other processes carry none to their columns.
     local_logits = rows.logits
     if values != "logsumexp":
+        # The gradient does not go through the states, because those of other processes carry none to their columns.
         rows = rows.with_logits(local_logits.detach())
     call = gather_states(rows, 1, "allowed", backend, group)
     if values == "logsumexp":
-        whole: Tensor = merging.merge_parts(*call.parts, 1, *call.scale, "softmax", "allowed", backend)[2]
+        whole: Tensor = merging.merge_parts(*call.parts, 1, *rows.scale(), "softmax", "allowed", backend)[2]
         return whole
-    _, _, normalizer = merging.merge_parts(*call.parts, 1, *call.scale, "state", "allowed", backend)
+    _, _, normalizer = merging.merge_parts(*call.parts, 1, *rows.scale(), "state", "allowed", backend)
     result: Tensor = _OfColumns.apply(  # type: ignore[no-untyped-call]
-        local_logits, normalizer, call.scale, values, dtype, group, rows.uncounted()
+        local_logits, normalizer, rows, values, dtype, group
     )
     return result
 
@@ -48,12 +41,13 @@ class _OfColumns(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         normalizer: Tensor,
-        scale: Scale,
+        rows: LogitRows,
         values: str,
         dtype: torch.dtype,
         group: Any,
-        hidden: Tensor | None,
     ) -> Tensor:
+        """logits: those of `rows`, which are detached there."""
+        scale, hidden = rows.scale(), rows.uncounted()
         m, d = normalizer.unsqueeze(-1).unbind(0)
         if hidden is not None:
             logits = logits.masked_fill(hidden, -torch.inf)
@@ -79,4 +73,4 @@ class _OfColumns(torch.autograd.Function):
         p = of_result if ctx.values == "softmax" else of_result.exp()
         total = g.sum(-1, keepdim=True)
         dist.all_reduce(total, group=ctx.group)
-        return ctx.scale.back(g - p * total).to(ctx.dtype), *(None,) * 6
+        return ctx.scale.back(g - p * total).to(ctx.dtype), *(None,) * 5

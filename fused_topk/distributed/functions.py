@@ -23,7 +23,6 @@ from ..operators.dispatch import is_seen_by_torch
 from ..problem import TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows
 from ..rows import LogitRows
-from ..scale import Scale
 from ..tracing import is_traced
 from .collective import check, exchange, group_of, headers
 from .packing import Header, Packing, Parts, header_words
@@ -78,7 +77,7 @@ def softmax_topk(
         and calls with k > V_local. It can be captured in a CUDA graph after such a first call, and compiled with
         fullgraph=True.
     """
-    return row("softmax", local_logits, k, temperature, mask, lengths, normalize, backend, group)
+    return row("softmax", _checked(local_logits, temperature, mask, lengths), k, normalize, backend, group)
 
 
 def log_softmax_topk(
@@ -98,7 +97,7 @@ def log_softmax_topk(
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.log_softmax_topk`.
     """
-    return row("log_softmax", local_logits, k, temperature, mask, lengths, normalize, backend, group)
+    return row("log_softmax", _checked(local_logits, temperature, mask, lengths), k, normalize, backend, group)
 
 
 def topk(
@@ -116,7 +115,7 @@ def topk(
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.topk`.
     """
-    values, indices, _ = row("logits", local_logits, k, 1.0, mask, lengths, "allowed", backend, group)
+    values, indices, _ = row("logits", _checked(local_logits, 1.0, mask, lengths), k, "allowed", backend, group)
     return TopKLogits(values, indices)
 
 
@@ -152,12 +151,32 @@ def beam_topk(
     check_logits(local_logits, "local_logits")
     check_beam_scores(beam_scores, local_logits)
     check_common_normalize(normalize, "beam_topk")
-    beams = local_logits.shape[1]
-    rows = check_rows(local_logits, temperature, mask, lengths, may_be_empty=True)
+    return best_of_beams(_checked(local_logits, temperature, mask, lengths), beam_scores, k, normalize, backend, group)
+
+
+def _checked(
+    local_logits: Tensor, temperature: float | Tensor, mask: Tensor | None, lengths: Tensor | None
+) -> LogitRows:
+    check_logits(local_logits, "local_logits")
+    return check_rows(local_logits, temperature, mask, lengths, may_be_empty=True)
+
+
+def row(values: str, rows: LogitRows, k: int, normalize: str, backend: str | None, group: Any) -> TopK:
+    """The k best of rows of which each process has some columns."""
+    check_normalize(normalize)
+    call = gather_states(rows, k, normalize, backend, group)
+    return merging.merge_parts(*call.parts, k, *rows.scale(), values, normalize, backend)
+
+
+def best_of_beams(
+    rows: LogitRows, beam_scores: Tensor, k: int, normalize: str, backend: str | None, group: Any
+) -> TopK:
+    """Likewise over the beams of (batch, beams, V)."""
+    beams = rows.logits.shape[1]
     call = gather_states(rows, k, normalize, backend, group, of_row=beams)
     parts, vocab_size = call.parts, call.vocab_size
     k_of_beam = k if vocab_size is None else min(k, vocab_size)
-    of_beam = merging.merge_parts(*parts, k_of_beam, *call.scale, "log_softmax", normalize, backend)
+    of_beam = merging.merge_parts(*parts, k_of_beam, *rows.scale(), "log_softmax", normalize, backend)
     scores = beam_scores.to(of_beam.values.dtype).unsqueeze(-1)
     accumulated = (of_beam.values + scores).flatten(1)
     ranked = accumulated.detach()
@@ -174,29 +193,10 @@ def beam_topk(
     return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), of_beam.logsumexp)
 
 
-def row(
-    values: str,
-    local_logits: Tensor,
-    k: int,
-    temperature: float | Tensor,
-    mask: Tensor | None,
-    lengths: Tensor | None,
-    normalize: str,
-    backend: str | None,
-    group: Any,
-) -> TopK:
-    check_logits(local_logits, "local_logits")
-    check_normalize(normalize)
-    rows = check_rows(local_logits, temperature, mask, lengths, may_be_empty=True)
-    call = gather_states(rows, k, normalize, backend, group)
-    return merging.merge_parts(*call.parts, k, *call.scale, values, normalize, backend)
-
-
 class Gathered(NamedTuple):
     """The states of all processes, and what else their merge needs."""
 
     parts: Parts
-    scale: Scale
     tails: Tensor | None  # (processes, *shape), the tensor that each process sent along
     vocab_size: int | None  # of the whole vocabulary; None: not known on the host, but no less than k
 
@@ -242,7 +242,7 @@ def gather_states(
     if state is not None and has_gradient:
         parts = _with_own(parts, dist.get_rank(group), state)
 
-    return Gathered(parts, rows.scale(), tails, _vocab_size(everywhere, k, length, of_row))
+    return Gathered(parts, tails, _vocab_size(everywhere, k, length, of_row))
 
 
 def exchange_state(

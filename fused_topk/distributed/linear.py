@@ -65,23 +65,18 @@ def linear_softmax_topk(
     the logits of its own rows of the weight in pieces, and keeps none. One all-gather of the states (m, d, T) follows. Every
     process of the group must make the call.
 
+    The other arguments are those of :func:`softmax_topk`, for this process's logits of shape (..., V_local). The errors are those of
+    :func:`softmax_topk` and of :func:`fused_topk.linear_softmax_topk`.
+
     Args:
         hidden: shape (..., H), the same on all processes.
         local_weight: shape (V_local, H), this process's rows of the weight, such as `weight.to_local()` of a DTensor that is
             sharded over its first dimension. Processes may have different numbers of rows, also none.
         k: the number of results per row, 1 <= k <= V, the sum of all V_local.
         local_bias: shape (V_local,), this process's part of the bias. None on all processes, or on none.
-        temperature: a positive number, or a tensor with one number per row, the same on all processes.
-        mask: the tokens of this process that may be chosen, as for logits of shape (..., V_local).
-        normalize: "allowed", "all" or "topk".
-        backend: None, "cuda", "cpu" or "reference".
-        group: the process group; None: all processes.
 
     Returns:
         TopK, as :func:`fused_topk.linear_softmax_topk` returns it for the whole weight.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`fused_topk.linear_softmax_topk` and :func:`softmax_topk`.
 
     Contract:
         Order, ties and special values: those of :func:`fused_topk.softmax_topk` for the logits that the processes compute. The
@@ -93,7 +88,8 @@ def linear_softmax_topk(
     """
     if gone:
         refuse("linear_softmax_topk", gone)
-    found = _linear("softmax", hidden, local_weight, k, local_bias, temperature, mask, normalize, backend, group)
+    settings = _Settings(k, "softmax", normalize, backend, group_of(group))
+    found = _linear(settings, hidden, local_weight, local_bias, temperature, mask)
     return TopK(*found[:3])
 
 
@@ -118,7 +114,8 @@ def linear_log_softmax_topk(
     """
     if gone:
         refuse("linear_log_softmax_topk", gone)
-    found = _linear("log_softmax", hidden, local_weight, k, local_bias, temperature, mask, normalize, backend, group)
+    settings = _Settings(k, "log_softmax", normalize, backend, group_of(group))
+    found = _linear(settings, hidden, local_weight, local_bias, temperature, mask)
     return TopK(*found[:3])
 
 
@@ -141,7 +138,8 @@ def linear_topk(
     """
     if gone:
         refuse("linear_topk", gone)
-    found = _linear("logits", hidden, local_weight, k, local_bias, 1.0, mask, "allowed", backend, group)
+    settings = _Settings(k, "logits", "allowed", backend, group_of(group))
+    found = _linear(settings, hidden, local_weight, local_bias, 1.0, mask)
     return TopKLogits(*found[:2])
 
 
@@ -186,8 +184,8 @@ def linear_token_logprobs(
     check_common_normalize(normalize, "linear_token_logprobs")
     check_flags(entropy=entropy, tail=tail)
     check_list("k", k, 2**31 - 1, "what an exchange takes")
-    given = "log_softmax", hidden, local_weight, k or 1, local_bias, temperature, mask, normalize, backend, group
-    found = _linear(*given, tokens, start, (entropy, tail))
+    settings = _Settings(k or 1, "log_softmax", normalize, backend, group_of(group), start, entropy, tail)
+    found = _linear(settings, hidden, local_weight, local_bias, temperature, mask, tokens)
     best, indices, logsumexp, logprobs, of_entropy, of_tail = found
     if tokens.dim() < hidden.dim():
         logprobs = logprobs.squeeze(-1)
@@ -203,9 +201,9 @@ class _Settings(NamedTuple):
     normalize: str
     backend: str | None
     group: Any
-    start: int
-    entropy: bool
-    tail: bool
+    start: int = 0
+    entropy: bool = False
+    tail: bool = False
 
     @property
     def has_spread(self) -> bool:
@@ -213,36 +211,28 @@ class _Settings(NamedTuple):
 
 
 def _linear(
-    values: str,
+    settings: _Settings,
     hidden: Tensor,
     weight: Tensor,
-    k: int,
     bias: Tensor | None,
     temperature: float | Tensor,
     mask: Tensor | None,
-    normalize: str,
-    backend: str | None,
-    group: Any,
     tokens: Tensor | None = None,
-    start: int = 0,
-    spread: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, ...]:
-    """The results of :class:`_Head`. spread: entropy and tail."""
-    group = group_of(group)
+    """The results of :class:`_Head`."""
     check_hidden(hidden)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden, is_part=True)
-    check_k(k, 2**31 - 1, "what an exchange takes")
-    check_normalize(normalize)
-    check_backend(backend)
+    check_k(settings.k, 2**31 - 1, "what an exchange takes")
+    check_normalize(settings.normalize)
+    check_backend(settings.backend)
     logits = logits_of_head(hidden, weight)
     rows = check_rows(logits, temperature, mask, may_be_empty=True).with_logits(hidden)
-    check_start(start)
+    check_start(settings.start)
     if tokens is not None:
         check_tokens(tokens, logits, is_part=True)
         if tokens.dim() < hidden.dim():
             tokens = tokens.unsqueeze(-1)
-    settings = _Settings(k, values, normalize, backend, group, start, *spread)
     _, *of_rows = rows
     found: tuple[Tensor, ...] = _Head.apply(hidden, weight, bias, tokens, settings, *of_rows)  # type: ignore[no-untyped-call]
     return found

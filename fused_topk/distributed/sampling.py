@@ -108,7 +108,7 @@ def sample(
     wanted = Wanted(int(num_samples), logprobs == "kept", kept)
     settings = (*numbers, *wanted, int(topk))
     counted = is_whole_row and kept
-    found = columns.exchanged(max(length or 1, topk), parameters.temperature, own_names, settings, counted)
+    found = Exchanged(columns, max(length or 1, topk), parameters.temperature, own_names, settings, counted)
     drawn = None
     if is_whole_row:
         drawn = found.of_whole_rows(wanted)
@@ -122,7 +122,7 @@ def sample(
         drawn = _gathered(columns, found, parameters, seeds, wanted)
     if topk:
         check_k(topk, found.vocab_size or topk, "the whole vocabulary", "topk")
-        best = merging.merge_parts(*found.call.parts, topk, 1.0, None, "log_softmax", "allowed", backend)
+        best = merging.merge_parts(*found.parts, topk, 1.0, None, "log_softmax", "allowed", backend)
         drawn = drawn._replace(topk=TopK(*best))
     return of_rows.shaped(drawn, lead)
 
@@ -152,7 +152,7 @@ def _gathered(
 ) -> Sample:
     """Draws from the logits of all processes, which are gathered."""
     logits = columns.rows.counted()
-    lengths = found.call.parts.lengths.tolist()
+    lengths = found.parts.lengths.tolist()
     padded = torch.nn.functional.pad(logits, (0, max(lengths) - logits.shape[1]))
     everyone = from_all(padded, columns.group)
     whole = torch.cat([x[:, :length] for x, length in zip(everyone, lengths, strict=True)], 1)

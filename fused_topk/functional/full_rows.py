@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_backend, check_result_dtype, check_whole_rows, is_distributed
+from ..backends import REQUESTS
 from ..operators.full_rows import full_rows, plain_full_rows
 from ..problem import result_dtype
 from ..row_arguments import check_rows, plain_rows
@@ -101,15 +102,9 @@ def _values(
     dtype: torch.dtype | None,
     backend: str | None,
 ) -> Tensor:
-    if (
-        type(dim) is int
-        and mask is None
-        and (backend is None or type(backend) is str)
-        and (dtype is None or type(dtype) is torch.dtype)
-    ):
+    if type(dim) is int and mask is None and backend in REQUESTS and (dtype is None or type(dtype) is torch.dtype):
         rows = plain_rows(logits, temperature, lengths=lengths, dim=dim, may_learn=True)
         if rows is not None:
-            check_backend(backend)
             result = plain_full_rows(rows, values, dtype, backend)
             return result if dim == -1 or values == "logsumexp" else result.movedim(-1, dim)
     check_backend(backend)

@@ -33,7 +33,6 @@ from ..tracing import is_traced
 from . import autocast
 from .tokens import check_ties, check_tokens
 
-_BACKENDS = (None, *backends.NAMES)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -235,7 +234,7 @@ def _best(
     if (
         type(k) is int
         and type(normalize) is str
-        and backend in _BACKENDS
+        and backend in backends.REQUESTS
         and type(weight) in _PLAIN
         and weight.is_cpu
         and (bias is None or (type(bias) in _PLAIN and bias.is_cpu))

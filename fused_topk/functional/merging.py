@@ -101,7 +101,7 @@ def merge_states(
     >>> merge_states([topk_state(torch.tensor([1.0, 3.0]), 1), topk_state(torch.tensor([2.0]), 1, start=2)], k=2).indices
     tensor([1, 2])
 
-    The errors are those of :func:`softmax_topk`.
+    The other arguments, and the errors, are those of :func:`softmax_topk`.
 
     Args:
         parts: one or more states, as :func:`topk_state` and this function return them, of parts without a common token,
@@ -109,7 +109,6 @@ def merge_states(
         k: the number of candidates to keep. A part must hold its own k best, or all of its tokens. Where k exceeds what
             the parts hold together, all are kept.
         temperature: the one that the states were made with: a positive number, or a tensor with one number per row.
-        backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TopKState of the union.

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .. import backends
 from ..arguments import INDEX_DTYPES, check_backend, check_bias, check_router
+from ..backends import REQUESTS
 from ..gone import refuse
 from ..operators.routing import plan, result_of
 from ..operators.routing import router_topk as routed
@@ -20,7 +20,6 @@ from ..row_arguments import check_rows, is_plain, plain_rows
 from ..rows import like_given
 from .out import copied_into, may_be_plain, run_into
 
-_BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (RouterTopK, tuple)
 _REQUEST_TYPES = (int, str, int, int, str, bool)
 
@@ -109,7 +108,7 @@ def router_topk(
         and type(index_dtype) is torch.dtype
         and type(dim) is int
         and dim == -1
-        and backend in _BACKENDS
+        and backend in REQUESTS
         and (out is None or may_be_plain(out, _OUT_TYPES, 2))
     ):
         rows = plain_rows(logits, mask=mask, others=out or ())
@@ -128,7 +127,7 @@ def router_topk(
     bias = check_bias(bias, rows.logits)
     if out is not None:
         index_dtype = _index_dtype_of(out)
-    check_router(logits.shape[dim], index_dtype, *(*request, scale))
+    check_router(logits.shape[dim], index_dtype, (*request, scale))
     check_backend(backend)
 
     def compute() -> RouterTopK:

@@ -7,7 +7,6 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from .. import backends
 from ..arguments import (
     check_backend,
     check_beam_scores,
@@ -17,6 +16,7 @@ from ..arguments import (
     check_whole_rows,
     is_distributed,
 )
+from ..backends import REQUESTS
 from ..gone import refuse
 from ..operators.dispatch import is_seen_by_torch
 from ..operators.results import row_result
@@ -26,7 +26,6 @@ from ..problem import TopK, TopKLogits, result_dtype
 from ..row_arguments import check_rows, is_plain, plain_rows
 from .out import copied_into, may_be_plain, run_into
 
-_BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, TopKLogits, tuple)
 
 
@@ -220,7 +219,7 @@ def _row(
         type(k) is int
         and type(dim) is int
         and type(normalize) is str
-        and backend in _BACKENDS
+        and backend in REQUESTS
         and (out is None or (dim == -1 and may_be_plain(out, _OUT_TYPES, len(_fields(values)))))
     ):
         # The plainest call has a path of its own: for a short row, making its rows would show.
@@ -250,7 +249,8 @@ def _row(
         from ..distributed import dtensors
 
         check_whole_rows("lengths", lengths, "hide the tokens by a mask")
-        return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend, out)
+        check_whole_rows("out", out, "use the result")
+        return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend)
     rows = check_rows(logits, temperature, mask, lengths, dim)
     check_k(k, logits.shape[dim])
 

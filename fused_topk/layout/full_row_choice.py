@@ -28,7 +28,7 @@ from torch import Tensor
 from ..problem import FullRowProblem
 from ..rows import LogitRows
 from .kernel_arguments import FullRows, rows_writer, writer
-from .launch import FORMATS, check_row_count, collapse, row_count
+from .launch import FORMATS, check_row_count, collapse, has_adjacent, row_count
 from .tuning import resident_warps
 
 VECTOR_BYTES = 16
@@ -172,7 +172,7 @@ class FullRowLaunch(NamedTuple):
 def plan(
     problem: FullRowProblem, out_dtype: torch.dtype, is_aligned: bool, choice: FullRowChoice, cache_bytes: int
 ) -> FullRowLaunch | None:
-    """The launch for at least one row, or None if the rows have more unrelated strides than the kernel walks. Tensors may be meta tensors.
+    """The launch for at least one row, or None if the kernel cannot read the rows, as for topk_launch.plan(). Tensors may be meta tensors.
     is_aligned: whether the logits, and the result unless it is a logsumexp, start at multiples of 16 bytes. cache_bytes: of the L2
     cache."""
     logits, values = problem.rows.logits, problem.values
@@ -180,7 +180,7 @@ def plan(
     rows = row_count(logits.shape)
     check_row_count(rows)
     sizes, (strides,) = collapse(leading, [logits.stride()[:-1]])
-    if len(sizes) > _LEADING_DIMS:
+    if len(sizes) > _LEADING_DIMS or not has_adjacent(logits):
         return None
     is_written = values != "logsumexp"
     dtype = logits.dtype

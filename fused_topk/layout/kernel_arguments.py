@@ -10,6 +10,7 @@ import ctypes
 import re
 import struct
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+@cache
 def rows_writer(structure: type[ctypes.Structure]) -> Callable[[bytearray, LogitRows], None]:
     """``write(buffer, rows)``: writes what a call reads into those fields of the struct in `buffer` that are named as those of
     :class:`LogitRows`, in the struct itself or in a struct within it."""
@@ -106,12 +108,10 @@ def _places(structure: type[ctypes.Structure]) -> dict[str, tuple[Any, int]]:
     return found
 
 
-def with_rows(
-    filled: ctypes.Structure, write_rows: Callable[[bytearray, LogitRows], None], rows: LogitRows
-) -> bytearray:
+def with_rows(filled: ctypes.Structure, rows: LogitRows) -> bytearray:
     """The struct, once the rows are written into it."""
     buffer = bytearray(filled)
-    write_rows(buffer, rows)
+    rows_writer(type(filled))(buffer, rows)
     return buffer
 
 

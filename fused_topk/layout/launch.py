@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..problem import MergeProblem
 from .kernel_arguments import RowScale, States, writer
@@ -43,6 +44,11 @@ def check_row_count(rows: int) -> None:
         raise ValueError(
             f"`logits` must have at most {MAX_ROWS} rows for the CUDA kernel, got {rows}; pass them in parts"
         )
+
+
+def has_adjacent(logits: Tensor) -> bool:
+    """Whether the elements of a row lie side by side."""
+    return logits.stride(-1) == 1 or logits.shape[-1] == 1
 
 
 def collapse(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..problem import TopK, TopkProblem
 from ..rows import LogitRows
 from .kernel_arguments import LEADING_DIMS, Problem, rows_writer, writer
-from .launch import FORMATS, VALUE_KINDS, check_row_count, collapse, row_count
+from .launch import FORMATS, VALUE_KINDS, check_row_count, collapse, has_adjacent, row_count
 from .topk_choice import KernelChoice, Method, list_length
 
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
@@ -64,8 +64,8 @@ class Launch(NamedTuple):
 def plan(
     problem: TopkProblem, is_aligned: bool, choice: KernelChoice, beam_scores: Tensor | None = None
 ) -> Launch | None:
-    """The launch for at least one row, or None if the rows have more unrelated strides than the kernel walks. Tensors may be
-    meta tensors. is_aligned: whether the logits start at a multiple of 16 bytes."""
+    """The launch for at least one row. None if the kernel cannot read the rows where they lie: their elements must be adjacent, and
+    it walks some unrelated strides alone. Tensors may be meta tensors. is_aligned: whether the logits start at a multiple of 16 bytes."""
     logits, _, row_temperature, mask, lengths = problem.rows
     *leading, vocab_size = logits.shape
     rows = row_count(logits.shape)
@@ -79,7 +79,7 @@ def plan(
         missing if lengths is None else lengths.stride(),
     ]
     sizes, strides = collapse(leading, per_row)
-    if len(sizes) > LEADING_DIMS:
+    if len(sizes) > LEADING_DIMS or not has_adjacent(logits):
         return None
 
     itemsize = logits.dtype.itemsize

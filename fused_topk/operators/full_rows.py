@@ -21,17 +21,13 @@ from ..backends.reference import normalizer, working_dtype
 from ..cuda_runtime import driver
 from ..layout import full_row_choice
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
-from ..layout.launch import row_count
 from ..problem import FullRowProblem, result_dtype
 from ..row_arguments import check_layout
 from ..rows import ROWS_SCHEMA, LogitRows, RowsLayout, unflattened
 from .dispatch import wants_gradient
 from .gradients import for_inputs, native_gradient, save_rows, saved_rows
 from .operator import Operator, map_rows
-from .results import empty, empty_like
-
-# Runs a prepared request on tensors of the layout that it was prepared for, and writes the contiguous result.
-Start = Callable[[LogitRows, Tensor], None]
+from .results import Start, do_nothing, empty, empty_like
 
 
 @functools.lru_cache(maxsize=4096)
@@ -46,7 +42,7 @@ def plan(
     shape = _shape(logits, values)
     is_alike = shape == logits.shape and dtype is logits.dtype and logits.is_contiguous()
     chosen = backends.pick(device, logits.dtype, 1, backend)
-    start = PREPARE[chosen](FullRowProblem(rows, values), device, dtype) if logits.numel() else lambda rows, out: None
+    start = PREPARE[chosen](FullRowProblem(rows, values), device, dtype) if logits.numel() else do_nothing
 
     def run(rows: LogitRows) -> Tensor:
         # torch.empty_like takes less time than torch.empty.
@@ -98,22 +94,19 @@ def prepare_cuda(
     """choice: another cut of the rows than the best one."""
     logits, index = problem.rows.logits, device.index
     itemsize = logits.element_size()
-    if row_count(logits.shape) == 0:
-        return lambda rows, out: None
     if choice is None:
         choice = choice_on(index, logits.shape[-1], itemsize)
     unaligned, aligned = (
         full_row_choice.plan(problem, dtype, is_aligned, choice, cuda.cache_bytes(index))
         for is_aligned in (False, True)
     )
-    has_adjacent, is_written = cuda.has_adjacent(logits), problem.values != "logsumexp"
+    is_written = problem.values != "logsumexp"
 
     def run(rows: LogitRows, out: Tensor) -> None:
         start, to = rows.logits.data_ptr(), out.data_ptr()
         planned = unaligned if start % 16 or (is_written and to % 16) else aligned
-        if planned is None or not has_adjacent or start % itemsize:
-            given = rows.broadcast()
-            copied = given._replace(logits=given.logits.clone(memory_format=torch.contiguous_format))
+        if planned is None or start % itemsize:
+            copied = cuda.copied(rows.broadcast())
             prepare_cuda(problem._replace(rows=copied), device, dtype, choice)(copied, out)
             return
         if problem.rows.has_numbers():

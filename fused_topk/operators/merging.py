@@ -9,7 +9,7 @@ to m_p, and e_p / D with respect to d_p. A chosen logit has the gradient 1 / T o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,8 @@ from ..problem import MergeProblem, TopK
 from ..rows import Like, like
 from ..scale import SCALE_SCHEMA, Scale
 from .operator import Operator, mapped
-from .results import Plan, merge_result
+from .results import Plan, Start, merge_result
 from .row_topk import dim_of_normalizer
-
-# Runs a prepared merge. It is given a whole request, takes only its tensors, and writes the contiguous result.
-Start = Callable[[MergeProblem, TopK], None]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -37,9 +34,7 @@ def plan(device: torch.device, backend: str | None, *fields: Any) -> Plan[TopK]:
     problem = MergeProblem.of(*(x.meta() if isinstance(x, Like) else x for x in fields))
     result = merge_result(problem.logits.select(0, 0), problem.k, problem.values)
     chosen = backends.pick(device, problem.logits.dtype, 1, backend)
-    if problem.logits.numel() == 0:
-        return Plan(result, device, lambda problem, out: None)
-    return Plan(result, device, PREPARE[chosen](problem, device))
+    return Plan(result, device, PREPARE[chosen](problem, device) if problem.logits.numel() else None)
 
 
 def reference(problem: MergeProblem, out: TopK) -> None:

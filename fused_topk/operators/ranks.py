@@ -12,9 +12,8 @@ from torch import Tensor
 from .. import backends
 from ..backends import cpu, cuda
 from ..backends.reference import order_keys
-from ..cuda_runtime import tickets
 from ..layout import launch, topk_launch
-from ..layout.kernel_arguments import TargetRanks, address
+from ..layout.kernel_arguments import TargetRanks
 from ..layout.topk_launch import Launch
 from ..problem import RankProblem, TopK, TopkProblem
 from ..rows import ROWS_SCHEMA, LogitRows, RowsLayout, unflattened
@@ -48,12 +47,13 @@ def on_cpu(problem: RankProblem, out: Tensor, instruction_set: str = "") -> None
     )
 
 
-def readable(rows: LogitRows) -> tuple[LogitRows, Launch]:
-    """The rows, copied if the kernels cannot read them, and the launch for them."""
+def readable(rows: LogitRows) -> tuple[LogitRows, bytearray]:
+    """The rows, copied if the kernels cannot read them, and the struct that says how they lie."""
     logits, planned = rows.logits, _launch_of(rows.layout())
-    if planned is None or not cuda.has_adjacent(logits) or logits.data_ptr() % logits.element_size():
+    if planned is None or logits.data_ptr() % logits.element_size():
         return readable(cuda.copied(rows))
-    return rows, planned
+    # No kernel that is given this struct writes a result of top-k.
+    return rows, planned.fill(rows, None, 0, 0, TopK(logits, logits, logits))
 
 
 @lru_cache(maxsize=4096)
@@ -66,26 +66,24 @@ def _launch_of(layout: RowsLayout) -> Launch | None:
 
 def on_cuda(problem: RankProblem, out: Tensor) -> None:
     rows, targets, counts_ties = problem
-    rows, planned = readable(rows)
+    rows, read = readable(rows)
     logits, index = rows.logits, rows.logits.get_device()
     count = targets.numel()
     launch.check_row_count(count)
     blocks = launch.ranking_blocks(count, logits.shape[-1], cuda.multiprocessors(index))
-    is_shared = blocks > 1
-    counts = torch.empty(count * blocks, dtype=torch.int32, device=logits.device) if is_shared else None
+    words = -(-count * blocks // 2) if blocks > 1 else 0
+    workspace, counts, counters = cuda.workspace(index, logits.device, words, count)
     wanted = TargetRanks(
         targets=targets.data_ptr(),
         ranks=out.data_ptr(),
-        counts=address(counts),
-        tickets=tickets.zeroed(index, count) if is_shared else 0,
+        counts=counts,
+        tickets=counters,
         num_targets=targets.shape[-1],
         blocks_per_target=blocks,
         counts_ties=counts_ties,
     )
-    # The kernel writes ranks alone.
-    filled = planned.fill(rows, None, 0, 0, TopK(out, out, out))
     kernel = launch.kernel("ranks::target_ranks", logits.dtype)
-    cuda.launch(index, kernel, (count, blocks), launch.RANK_THREADS, filled, bytes(wanted))
+    cuda.launch(index, kernel, (count, blocks), launch.RANK_THREADS, read, bytes(wanted))
 
 
 _ON = {"reference": reference, "cpu": on_cpu, "cuda": on_cuda}

@@ -23,6 +23,10 @@ _memory = {
     dtype: empty(size=(_FEW_ELEMENTS,), dtype=dtype, device="cpu") for dtype in (*DTYPES, torch.int64, torch.int32)
 }
 
+# Runs a prepared request on tensors of the layout that it was prepared for: given what is read, the contiguous result that it writes,
+# and the request's other tensors. What is read is the rows, or a whole request, of which it takes the tensors, the seeds and the noise.
+Start = Callable[..., None]
+
 Of = TypeVar("Of", bound=tuple[Any, ...])
 
 
@@ -42,10 +46,9 @@ class Result(Generic[Of]):
 class Plan(Generic[Of]):
     """A checked and prepared request. It lacks only the tensors, and holds no device memory."""
 
-    def __init__(self, result: Result[Of], device: torch.device, start: Callable[..., None]) -> None:
-        """start: runs the request on tensors of the layout that it was prepared for, given what is read, the contiguous result that
-        it writes, and the request's other tensors."""
-        self.result, self.start, self._device = result, start, device
+    def __init__(self, result: Result[Of], device: torch.device, start: Start | None) -> None:
+        """start: None where there are no rows."""
+        self.result, self.start, self._device = result, start or do_nothing, device
         # Tensors like those of a short result on the CPU, else None.
         self.like = few_like(result) if device.type == "cpu" else None
 
@@ -71,6 +74,10 @@ class Plan(Generic[Of]):
         for given, computed in zip(out, made):
             if given is not computed:
                 given.copy_(computed)
+
+
+def do_nothing(*arguments: Any) -> None:
+    """Runs a request that has no rows."""
 
 
 def row_result(logits: Tensor, k: int, values: str) -> Result[TopK]:

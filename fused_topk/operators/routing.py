@@ -12,7 +12,7 @@ are added in an order that does not depend on the number of lanes: four neighbou
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ..row_arguments import check_layout
 from ..rows import ROWS_FIELDS, ROWS_SCHEMA, Like, LogitRows, RowsLayout, like_given, unflattened
 from .gradients import for_inputs, save_rows, saved_rows
 from .operator import Operator, mapped, take_turns
-from .results import Plan, Result
+from .results import Plan, Result, Start
 
 # As in csrc/routers/scores.h.
 _LOG2_E, _LN2_HIGH, _LN2_LOW = (float.fromhex(x) for x in ("0x1.715476p+0", "0x1.62p-1", "0x1.c85fep-10"))
@@ -45,9 +45,6 @@ _LOWEST = -87.0
 _LEAST_SUM = 1e-20
 # Weights are added as a list of this length, filled up with zeros.
 _SUMMED_WEIGHTS = 32
-
-# Runs a prepared request on tensors of the layout that it was prepared for, and writes the contiguous result.
-Start = Callable[[LogitRows, RouterTopK, Tensor | None], None]
 
 
 def result_of(logits: Tensor, k: int, index_dtype: torch.dtype) -> Result[RouterTopK]:
@@ -70,13 +67,11 @@ def plan(
     rows = check_layout(layout)
     logits = rows.logits
     k, *_ = request
-    check_router(logits.shape[-1], index_dtype, *request)
+    check_router(logits.shape[-1], index_dtype, request)
     chosen = backends.pick_router(device, logits.dtype, logits.shape[-1], k, backend)
     result = result_of(logits, k, index_dtype)
-    if logits.numel() == 0:
-        return Plan(result, device, lambda rows, out, bias: None)
     problem = RouterProblem(rows, None if bias is None else bias.meta(), *request)
-    return Plan(result, device, PREPARE[chosen](problem, device))
+    return Plan(result, device, PREPARE[chosen](problem, device) if logits.numel() else None)
 
 
 def reference(problem: RouterProblem, out: RouterTopK) -> None:
@@ -207,10 +202,9 @@ def prepare_cuda(problem: RouterProblem, device: torch.device) -> Start:
     kernel = router_launch.kernel_name(logits.dtype, experts, p.scoring)
     wanted = router_launch.argument(experts, p.groups, p.topk_groups, p.group_score, p.renormalize, p.scale)
     shared_bytes = router_launch.shared_bytes(experts, itemsize, p.groups)
-    has_adjacent = cuda.has_adjacent(logits)
 
     def run(rows: LogitRows, out: RouterTopK, bias: Tensor | None) -> None:
-        if planned is None or not has_adjacent or rows.logits.data_ptr() % itemsize:
+        if planned is None or rows.logits.data_ptr() % itemsize:
             copied = cuda.copied(rows.broadcast())
             prepare_cuda(problem._replace(rows=copied), device)(copied, out, bias)
             return

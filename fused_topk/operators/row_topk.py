@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +29,9 @@ from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from . import gradients
 from .dispatch import wants_gradient
 from .operator import Operator, mapped
-from .results import Plan, beam_result, empty, empty_like, row_result
+from .results import Plan, Start, beam_result, do_nothing, empty, empty_like, row_result
 
 _new = tuple.__new__  # quicker than a named tuple's own, which is written in Python
-
-
-class Start(Protocol):
-    """Runs a prepared request on tensors of the layout that it was prepared for, and writes the contiguous `out`."""
-
-    def __call__(self, rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None: ...
 
 
 @functools.lru_cache(maxsize=4096)
@@ -63,9 +57,8 @@ def plan(
         result = beam_result(logits, k)
     check_normalize(normalize)
     chosen = backends.pick(device, logits.dtype, k, backend)
-    if logits.numel() == 0:
-        return Plan(result, device, lambda rows, out, beam_scores=None: None)
-    return Plan(result, device, PREPARE[chosen](TopkProblem(rows, k, values, normalize), device, scores))
+    problem = TopkProblem(rows, k, values, normalize)
+    return Plan(result, device, PREPARE[chosen](problem, device, scores) if logits.numel() else None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -181,11 +174,9 @@ def prepare_cuda(
     logits, index = problem.rows.logits, device.index
     itemsize, count = logits.element_size(), row_count(logits.shape)
     if count == 0:
-        return lambda rows, out, beam_scores=None: None
-    if choice is None:
-        choice = cuda.topk_choice(count, logits.shape[-1], problem.k, itemsize, index, beam_scores is not None)
+        return do_nothing
+    choice = choice or _choice_on(problem, index, beam_scores)
     unaligned, aligned = (topk_launch.plan(problem, is_aligned, choice, beam_scores) for is_aligned in (False, True))
-    has_adjacent = cuda.has_adjacent(logits)
 
     @functools.cache
     def of_copy(layout: RowsLayout) -> Start:
@@ -194,7 +185,7 @@ def prepare_cuda(
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
         start = rows.logits.data_ptr()
         planned = unaligned if start % 16 else aligned
-        if planned is None or not has_adjacent or start % itemsize:
+        if planned is None or start % itemsize:
             copied = cuda.copied(rows.broadcast())
             of_copy(copied.layout())(copied, out, beam_scores)
             return
@@ -215,12 +206,15 @@ PREPARE = {"reference": _prepare_reference, "cpu": prepare_cpu, "cuda": prepare_
 def kernel_on(problem: TopkProblem, device: int, beam_scores: Tensor | None = None) -> str:
     """The kernel that a launch asks for, on logits as torch allocates them: contiguous, from a multiple of 16 bytes on. The
     tensors may be meta tensors, and have at least one row."""
-    logits = problem.rows.logits
-    rows, vocab_size = row_count(logits.shape), logits.shape[-1]
-    choice = cuda.topk_choice(rows, vocab_size, problem.k, logits.element_size(), device, beam_scores is not None)
-    planned = topk_launch.plan(problem, True, choice, beam_scores)
+    planned = topk_launch.plan(problem, True, _choice_on(problem, device, beam_scores), beam_scores)
     assert planned is not None, "contiguous tensors have one stride"
     return planned.kernel
+
+
+def _choice_on(problem: TopkProblem, device: int, beam_scores: Tensor | None) -> KernelChoice:
+    logits, has_beams = problem.rows.logits, beam_scores is not None
+    count, vocab_size = row_count(logits.shape), logits.shape[-1]
+    return cuda.topk_choice(count, vocab_size, problem.k, logits.element_size(), device, has_beams)
 
 
 def run(*arguments: Any) -> TopK:

@@ -17,21 +17,14 @@ from torch import Tensor
 from .. import backends
 from ..backends import cpu, cuda, philox
 from ..backends.reference import gather, ranking, working_dtype
-from ..cuda_runtime import tickets
 from ..layout import launch
-from ..layout.kernel_arguments import SampleRows, address, rows_writer, with_rows
+from ..layout.kernel_arguments import SampleRows, address, with_rows
 from ..problem import Kept, Sample, SampleProblem, TopK, TopkProblem, result_dtype
 from ..rows import ROWS_SCHEMA, Like, LogitRows, RowsLayout, like, unflattened
 from ..scale import Scale
 from . import row_topk
-from .dispatch import is_seen_by_torch
 from .operator import Operator
-from .results import Plan, Result, row_result
-
-_write_rows = rows_writer(SampleRows)
-
-# Runs a prepared draw: takes only the tensors, the seeds and the noise of the problem, and writes the contiguous result.
-Start = Callable[[SampleProblem, Sample], None]
+from .results import Plan, Result, Start, row_result
 
 
 def result_of(problem: SampleProblem) -> Result[Any]:
@@ -79,8 +72,7 @@ def plan(device: torch.device, backend: str | None, layout: RowsLayout, *fields:
     of_rows = (x.meta() if isinstance(x, Like) else x for x in filters)
     parameters: Any = (*of_rows, 0, None, 0, None, *wanted)
     problem = SampleProblem(rows, *parameters)
-    start = PREPARE[chosen](problem, device) if len(rows.logits) else lambda problem, out: None
-    return Plan(result_of(problem), device, start)
+    return Plan(result_of(problem), device, PREPARE[chosen](problem, device) if len(rows.logits) else None)
 
 
 def reference(problem: SampleProblem, out: Sample) -> None:
@@ -109,11 +101,8 @@ def _reference_draws(problem: SampleProblem, out: Sample) -> None:
     ranked = gather(x, order).to(dtype)
     best = ranked[:, :1]
     temperature = column(*rows.scale(), dtype, x.device)
-    has_distribution = best.isfinite()
-    is_drawn = has_distribution & (temperature > 0)
-    m = best.where(has_distribution, 0.0)
-    # At most the greatest that float32 can divide by: -inf stays -inf.
-    scale = Scale(1.0, temperature.where(temperature > 0, 1.0).clamp(max=2.0**126).squeeze(1))
+    m = best.where(best.isfinite(), 0.0)
+    scale = _scale_of_draws(temperature)
 
     weights = scale.weight(ranked, m)
     is_kept = _kept(p, ranked, weights)
@@ -129,23 +118,46 @@ def _reference_draws(problem: SampleProblem, out: Sample) -> None:
     else:
         may_win = torch.zeros_like(is_kept).scatter(1, order, is_kept & (ranked != -torch.inf))
         drawn = _winner(scale.log_weight(x.to(dtype), m) - p.noise.to(dtype).log(), may_win)
-    tokens = drawn.where(is_drawn, order[:, :1])
-    out.tokens.copy_(tokens)
+    d = (ranked - m).exp().sum(1, keepdim=True)
+    counts = (is_kept & (ranked != -torch.inf)).sum(1, keepdim=True)
+    of_drawn = x.to(dtype).gather(1, drawn)
+    result = finished(drawn, of_drawn, order[:, :1], best, d, temperature, total, counts, p.truncated)
+    for given, computed in zip(flat(out._replace(topk=None)), flat(result)):
+        given.copy_(computed)
 
-    of_drawn = x.to(dtype).gather(1, tokens)
-    if p.truncated:
-        logprobs = scale.log_weight(of_drawn, m) - total.log()
-        logprobs = logprobs.where(temperature != 0, 0.0)
-        has_distribution = has_distribution & (temperature >= 0)
+
+def finished(
+    tokens: Tensor,
+    logits: Tensor,
+    best: Tensor,
+    m: Tensor,
+    d: Tensor,
+    temperature: Tensor,
+    total: Tensor,
+    counts: Tensor,
+    truncated: bool,
+) -> Sample:
+    """The result of draws, in which rows of temperature 0 and rows without a distribution have their best token.
+
+    tokens, logits: the drawn ones (rows, samples), and their logits. best, m: the row's best token and its logit, (rows, 1) as all that
+    follow. d: the sum of exp(x - m) over the row. total, counts: that of exp((x - m) / T) over the tokens that are kept, and their number.
+    """
+    has_distribution = m.isfinite()
+    is_drawn, is_greedy = has_distribution & (temperature > 0), has_distribution & (temperature == 0)
+    scale = _scale_of_draws(temperature)
+    shifted = logits.where(is_drawn, m) - m
+    if truncated:
+        logprobs, is_known = (scale.scaled(shifted) - total.log()).where(is_drawn, 0.0), is_drawn | is_greedy
     else:
-        logprobs = of_drawn - m - (ranked - m).exp().sum(1, keepdim=True).log()
-    out.logprobs.copy_(logprobs.where(has_distribution, torch.nan))
-    if out.kept is not None:
-        is_greedy = best.isfinite() & (temperature == 0)
-        counts = (is_kept & (ranked != -torch.inf)).sum(1, keepdim=True).where(is_drawn, is_greedy.long())
-        mass = scale.logsumexp(best, total.where(is_drawn, 1.0))
-        out.kept.counts.copy_(counts.squeeze(1))
-        out.kept.logsumexp.copy_(mass.where(is_drawn | is_greedy, torch.nan).squeeze(1))
+        logprobs, is_known = shifted - d.log(), has_distribution
+    mass = scale.logsumexp(m, total.where(is_drawn, 1.0)).where(is_drawn | is_greedy, torch.nan)
+    kept = Kept(counts.where(is_drawn, is_greedy.long()).squeeze(1), mass.squeeze(1))
+    return Sample(tokens.where(is_drawn, best), logprobs.where(is_known, torch.nan), None, kept)
+
+
+def _scale_of_draws(temperature: Tensor) -> Scale:
+    # At most the greatest that float32 can divide by: -inf stays -inf.
+    return Scale(row_temperature=temperature.where(temperature > 0, 1.0).clamp(max=2.0**126).squeeze(1))
 
 
 def _winner(scores: Tensor, may_win: Tensor) -> Tensor:
@@ -161,16 +173,18 @@ def _kept(p: SampleProblem, ranked: Tensor, weights: Tensor) -> Tensor:
     top_k = column(p.top_k, p.row_top_k, torch.int64, device)
     last = (top_k.where((top_k > 0) & (top_k < vocab_size), vocab_size) - 1).expand(len(ranked), 1)
     # All that tie with the k-th, as transformers keeps them.
-    kept = ranked >= ranked.gather(1, last)
+    is_in_k = ranked >= ranked.gather(1, last)
+    sums = (weights * is_in_k).cumsum(1)
+    top_p, min_p = column(p.top_p, p.row_top_p, dtype, device), column(p.min_p, p.row_min_p, dtype, device)
+    return kept_of(is_in_k, weights, sums, sums[:, -1:], top_p, min_p)
 
-    top_p = column(p.top_p, p.row_top_p, dtype, device)
-    sums = (weights * kept).cumsum(1)
-    before = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], 1)
+
+def kept_of(is_in_k: Tensor, weights: Tensor, sums: Tensor, total: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """What top-p and min-p keep of the best tokens, which begin with those that top-k keeps. sums: the running sums of the weights of
+    these. total: what top_p is a share of."""
+    before = torch.nn.functional.pad(sums, (1, -1))
     # The shortest prefix with at least that share. Not `< top_p`: NaN and 1 and more keep all.
-    is_within = ~(before >= top_p * sums[:, -1:]) | ~(top_p < 1)
-    min_p = column(p.min_p, p.row_min_p, dtype, device)
-    is_likely = ~(weights < min_p)
-    kept = kept & is_within & is_likely
+    kept = is_in_k & (~(before >= top_p * total) | ~(top_p < 1)) & ~(weights < min_p)
     kept[:, 0] = True
     return kept
 
@@ -270,7 +284,7 @@ def prepare_cuda(problem: SampleProblem, device: torch.device) -> Start:
             rows=rows,
         )
     )
-    has_adjacent, itemsize = cuda.has_adjacent(logits), logits.element_size()
+    has_adjacent, itemsize = launch.has_adjacent(logits), logits.element_size()
 
     def run(problem: SampleProblem, out: Sample) -> None:
         p, given = problem, problem.rows
@@ -285,11 +299,9 @@ def prepare_cuda(problem: SampleProblem, device: torch.device) -> Start:
             best = None
         listed = None if find_list is None else find_list(own)
         has_noise = p.noise is not None
-        words, counters = scratches[has_noise]
-        scratch = torch.empty(words, dtype=torch.int64, device=given.logits.device) if words else None
+        workspace, scratch, counters = cuda.workspace(index, given.logits.device, *scratches[has_noise])
         filled = SampleRows.from_buffer_copy(planned)
-        filled.scratch = address(scratch)
-        filled.tickets = tickets.zeroed(index, counters) if counters else 0
+        filled.scratch, filled.tickets = scratch, counters
         filled.tokens, filled.log_probs = out.tokens.data_ptr(), out.logprobs.data_ptr()
         filled.seed, filled.row_seed = p.seed, address(p.row_seed)
         filled.counter, filled.row_counter = p.counter, address(p.row_counter)
@@ -302,7 +314,7 @@ def prepare_cuda(problem: SampleProblem, device: torch.device) -> Start:
             filled.best_values, filled.best_indices, filled.best_logsumexp = map(address, best)
         if out.kept is not None:
             filled.kept_counts, filled.kept_logsumexp = map(address, out.kept)
-        written = with_rows(filled, _write_rows, given)
+        written = with_rows(filled, given)
         threads = launch.SUMMING_THREADS if is_whole else launch.SEARCHING_THREADS
         cuda.launch(index, kernels[has_noise], (rows, blocks), threads, written, is_cooperative=is_cooperative)
 
@@ -322,11 +334,7 @@ def _prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[Lo
     return run
 
 
-PREPARE: dict[str, Callable[[SampleProblem, torch.device], Start]] = {
-    "reference": lambda problem, device: reference,
-    "cpu": prepare_cpu,
-    "cuda": prepare_cuda,
-}
+PREPARE = {"reference": lambda problem, device: reference, "cpu": prepare_cpu, "cuda": prepare_cuda}
 
 
 def _run(*arguments: Any) -> list[Tensor]:
@@ -359,6 +367,4 @@ def sample(problem: SampleProblem, backend: str | None) -> Sample:
     """Draws into new tensors, of (R, num_samples) and (R, topk)."""
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     rows, *parameters, _, noise = problem
-    if is_seen_by_torch(*(x for x in (*rows, *parameters, noise) if isinstance(x, Tensor))):
-        return as_sample(_sample(*rows, noise, *parameters, backend), problem)
-    return draw(problem, plan_of(problem, backend))
+    return as_sample(_sample(*rows, noise, *parameters, backend), problem)

@@ -17,7 +17,7 @@ from ..backends import cpu, cuda
 from ..backends.reference import gather, working_dtype
 from ..layout import launch
 from ..layout.kernel_arguments import RowSums
-from ..problem import TokenSumsProblem, TopK, result_dtype
+from ..problem import TokenSumsProblem, result_dtype
 from ..rows import ROWS_SCHEMA, LogitRows, unflattened
 from ..token_sums import TokenSums, empty_sums, moment, reference_point, without
 from .gradients import for_inputs, save_rows, saved_rows, softmax
@@ -61,7 +61,7 @@ def on_cpu(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor, instru
 
 def on_cuda(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> None:
     rows, tokens, normalize, has_tail, start = problem
-    rows, planned = readable(rows)
+    rows, read = readable(rows)
     logits, index = rows.logits, rows.logits.get_device()
     count = launch.row_count(logits.shape)
     launch.check_row_count(count)
@@ -74,10 +74,8 @@ def on_cuda(problem: TokenSumsProblem, sums: Tensor, token_logits: Tensor) -> No
         sums_all=normalize == "all",
         has_rest=has_tail,
     )
-    # The kernel writes none of these.
-    filled = planned.fill(rows, None, 0, 0, TopK(sums, sums, sums))
     kernel = launch.kernel("tokens::token_sums", logits.dtype)
-    cuda.launch(index, kernel, (count,), launch.sum_threads(count), filled, bytes(wanted))
+    cuda.launch(index, kernel, (count,), launch.sum_threads(count), read, bytes(wanted))
 
 
 ON = {"reference": reference, "cpu": on_cpu, "cuda": on_cuda}

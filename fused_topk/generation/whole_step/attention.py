@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ...backends import cuda_attention
-from ...operators.attention import step_attention
+from ...operators import attention as by_table
 from ...operators.operator import Operator
 from ...tracing import is_traced_by_dynamo
 from .compiled import is_in_code_of_a_cpu
@@ -60,7 +59,7 @@ def reads_tables(pairs: list[tuple[Tensor, Tensor]]) -> bool:
     """Whether steps read these keys and values [batch, heads, places, dim] by a table (:class:`ancestry.Table`), in one launch a layer on a
     GPU."""
     return all(
-        keys.shape[-1] == values.shape[-1] and cuda_attention.serves(keys.device, keys.dtype, keys.shape[-1])
+        keys.shape[-1] == values.shape[-1] and by_table.serves(keys.device, keys.dtype, keys.shape[-1])
         for keys, values in pairs
     )
 
@@ -109,7 +108,9 @@ def capped(
     if mask is not None and mask.dtype == torch.int32:
         # No mask, but a table: see `ancestry.Table`.
         table, sinks = mask.squeeze(1), None if s_aux is None else s_aux.to(query.dtype)
-        found = step_attention(query.squeeze(2), key, value, table, scale, softcap or 0.0, sliding_window or 0, sinks)
+        found = by_table.step_attention(
+            query.squeeze(2), key, value, table, scale, softcap or 0.0, sliding_window or 0, sinks
+        )
         return found.unsqueeze(1), None
     if mask is not None and mask.shape[1] > 1:
         # The second mask is for layers with a window: see `ancestry.Mask`.
