@@ -85,13 +85,17 @@ def _made_ready(model: Any) -> Ready:
     snapshot = Snapshot(model, _SKIPPED, _ready.forgetting(model))
     try:
         with traces.no_traces(model) as watching:
-            return _tried(model, snapshot, watching)
+            try:
+                return _tried(model, snapshot, watching)
+            except Declined as declined:
+                return _not_ready(str(declined), snapshot)
     except traces.LeavesTraces as found:
         # What a pass has kept changes with each pass, so it does not say whether the model has changed.
         return _not_ready(f"{found}, in a {type(model).__name__}", traces.SameModules(model))
 
 
 def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
+    """The model's twin. Raises Declined where the model cannot be served."""
     is_spread = sharded_head_of(model) is not None
     try:
         # It has the model's own norms. So a trial compares ours, too.
@@ -99,12 +103,10 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
     # Whatever it is: for example, a configuration cannot be copied.
     except Exception as error:
         raise_if_from_a_signal(error)
-        return _not_ready(_twin_raises(model, error), snapshot)
+        raise Declined(_twin_raises(model, error)) from error
     watching.watch(stock)
     if is_spread:
-        reason = parallel.agreed(trial.reason_against_parts(stock, model), stock)
-        if reason is not None:
-            return _not_ready(reason, snapshot)
+        decline_for(parallel.agreed(trial.reason_against_parts(stock, model), stock))
     is_taken = False
     try:
         own = text_config(model.config)._attn_implementation
@@ -118,9 +120,7 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
         raise_if_from_a_signal(error)
         reason = _twin_raises(model, error)
     if is_spread:
-        reason = parallel.agreed(reason, stock)
-        if reason is not None:
-            return _not_ready(reason, snapshot)
+        decline_for(parallel.agreed(reason, stock))
     # Each step changes the states. A step that is kept may run twice, and would change them twice.
     is_static = not state_layers(model.config)
     if reason is not None:
@@ -129,9 +129,8 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
         norms.take(twin)
         watching.watch(twin)
         of_rows = trial.reason_against(twin, stock, is_static=False)
-        if of_rows is not None:
-            # If the model takes our attention, the first reason says more about the model.
-            return _not_ready(reason if is_taken else of_rows, snapshot)
+        # If the model takes our attention, the first reason says more about the model.
+        decline_for(of_rows and (reason if is_taken else of_rows))
         # transformers says which models cannot have a static cache.
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
     of_capture = None
