@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from transformers import GenerationConfig
 
 from . import given_cache, reasons, trial
 from .decoder import Prompt, Source, positions_of
+from .facts import arguments_of
 from .head import Head
 from .preparation import prepared
 from .reasons import Declined, decline_for
@@ -114,7 +114,7 @@ def prepared_by_model(ready: Ready, ids: Tensor, beams: int, longest: int, input
     positions = asked.last_positions
     if positions is None:
         positions = positions_of(is_text)
-        if "position_ids" in inspect.signature(ready.twin.forward).parameters:
+        if "position_ids" in arguments_of(ready.twin.forward):
             raise Declined("steps without positions")
     is_text, ids = is_text[::beams], ids[::beams]
     return Prompt(ids, ids, is_text, positions[..., ::beams, -1:], {}, longest, inputs=asked.inputs)
