@@ -30,15 +30,10 @@ class Rules(NamedTuple):
     @property
     def kept(self) -> int:
         """How many continuations are looked at: if each beam ends with each end token, enough others go on."""
-        return (1 + self.num_ends) * self.beams
-
-    @property
-    def num_ends(self) -> int:
-        """How many tokens a new token is compared with. Without end tokens it is compared with -1, which no token is."""
-        return max(1, len(self.ends))
+        return (1 + max(1, len(self.ends))) * self.beams
 
     def end_tokens(self, device: torch.device) -> Tensor:
-        """int64 [num_ends]"""
+        """int64 [n]: what a new token is compared with. Without end tokens it is -1, which no token is."""
         return torch.tensor(self.ends or (-1,), dtype=torch.int64, device=device)
 
 
@@ -75,7 +70,7 @@ class Beams(NamedTuple):
 class BeamConstants(NamedTuple):
     """What the choices of a call need on its device. In tensors, so that compiled and captured steps serve calls with other values."""
 
-    ends: Tensor  # int64 [rules.num_ends]
+    ends: Tensor  # of Rules.end_tokens()
     is_best: Tensor  # bool [rules.kept]
     length_penalty: Tensor  # float64 [1]
     longest: Tensor  # float32 [1]: what the score of the longest text that there can be is divided by

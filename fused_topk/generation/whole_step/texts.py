@@ -26,7 +26,7 @@ class Texts(NamedTuple):
 class TextConstants(NamedTuple):
     """What the choices of a call need on its device."""
 
-    ends: Tensor  # int64 [rules.num_ends]
+    ends: Tensor  # of Rules.end_tokens()
     padding: Tensor  # int64 [1], the token after the end of a text
     is_padded: Tensor  # bool [1]: False where a text that has ended goes on with the others
 
