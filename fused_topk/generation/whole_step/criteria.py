@@ -66,12 +66,8 @@ class Criteria:
             # Of a class that somebody has patched, or that is made of one of these.
             self.reason = f"stopping criterion {type(unknown[0]).__name__}"
         known = [each for each in criteria if each not in unknown]
-        self.ends = tuple(
-            token
-            for each in known
-            if isinstance(each, EosTokenCriteria)
-            for token in each.eos_token_id.flatten().tolist()
-        )
+        ends = [each.eos_token_id for each in known if isinstance(each, EosTokenCriteria)]
+        self.ends = {token for each in ends for token in each.flatten().tolist()}
         lengths = (each.max_length for each in known if isinstance(each, MaxLengthCriteria))
         # Without a criterion of length there is a reason: somebody has patched it.
         self.max_length = min(lengths, default=0)

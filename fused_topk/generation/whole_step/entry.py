@@ -282,7 +282,7 @@ def _rules(twin: Any, ids: Tensor, criteria: Criteria, config: GenerationConfig)
         raise Declined(f"texts of up to {longest} tokens")
     if rules.room < 1 or len(ids) % beams:
         raise Declined("no room for a new token")
-    if set(criteria.ends) != set(ends):
+    if criteria.ends != set(ends):
         raise Declined("end tokens of the stopping criteria and of the configuration differ")
     if rules.kept > beams * vocab_size_of(twin.config):
         raise Declined("more continuations to keep than there are")
