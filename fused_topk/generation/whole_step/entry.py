@@ -224,10 +224,9 @@ class Loop:
                 together.ask("a trial")
         if ready is None:
             ready = ready_for(model)
-        way = Way.on(input_ids.device, self.compile)
-        if together is not None and way is not None and way.is_compiled:
+        if together is not None and self.compile:
             count_reason("compile=True with a tensor-parallel model, whose steps are not compiled")
-            way = Way(False, True) if way.is_captured else None
+        way = Way.on(input_ids.device, self.compile and together is None)
         if way is not None and all(way) and ready.is_static:
             of_layers = ready.reason_against_layers()
             if of_layers is not None:
