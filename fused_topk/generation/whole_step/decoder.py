@@ -195,15 +195,10 @@ class Decoder:
             if prompt.inputs is not None:
                 logits = self._logits(self._twin, prompt.inputs)[:: self._beams]
             else:
-                logits = self._forward(
-                    self._twin,
-                    prompt.read,
-                    # Without padding transformers' functions are quicker if there is no mask.
-                    None if bool(prompt.is_text.all()) else prompt.is_text.long(),
-                    prompt.positions,
-                    **of_source,
-                    **prompt.extra,
-                )
+                # Without padding transformers' functions are quicker if there is no mask.
+                mask = None if bool(prompt.is_text.all()) else prompt.is_text.long()
+                extra = {**of_source, **prompt.extra}
+                logits = self._forward(self._twin, prompt.read, mask, prompt.positions, **extra)
         places.is_reading_prompt = False
         if self._states and self._beams > 1 and prompt.inputs is None:
             self._reorder_states(torch.arange(len(logits), device=logits.device).repeat_interleave(self._beams))

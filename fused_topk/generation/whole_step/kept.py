@@ -149,16 +149,8 @@ class KeptStep:
         if run is not None:
             run()
             return
-        args = (
-            self.decoder,
-            self.head,
-            None if mask is None else self._mask,
-            self.state,
-            self._constants,
-            self.count,
-            self.last,
-            self._shown,
-        )
+        given = None if mask is None else self._mask
+        args = self.decoder, self.head, given, self.state, self._constants, self.count, self.last, self._shown
         if by_operations:
             graphs.Bound(_advance, args)()
             return
@@ -232,15 +224,15 @@ class KeptStep:
 
     def _captured(self, run: Callable[[], Any]) -> graphs.Graph:
         """A graph of the run. For a tensor-parallel model all processes have one, or all raise."""
-        graph, error = None, None
+        graph = None
+        error: Exception = RuntimeError("a capture on another process")
         try:
             graph = graphs.Graph(run, self.shape.device, self._graphs[0] if self._graphs else None)
         except Exception as raised:
             error = raised
-        if self._group is not None and not all_say(error is None, self.shape.device, self._group):
-            raise error or RuntimeError("a capture on another process")
-        if graph is None:
-            raise error or AssertionError("a graph or an error")
+        are_all = self._group is None or all_say(graph is not None, self.shape.device, self._group)
+        if graph is None or not are_all:
+            raise error
         return graph
 
 
