@@ -159,7 +159,6 @@ FEW_LOGITS = 60_000
 _FEW_WEIGHTS = 1_000_000
 _FEW_SAMPLED = 1 / 15  # of FEW_LOGITS
 OF_FEW_LOGITS = "few logits on a CPU"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -288,11 +287,9 @@ def _of_modules(model: nn.Module) -> str | None:
         is_replaced = "forward" in state and not _is_own(module, "forward") and not _is_trls(module)
         if is_replaced and not tensor_parallel.has_known_forward(module):
             return f"forward() of a {type(module).__name__} that has been replaced"
-        for hooks in _HOOKS:
-            for hook in state[hooks].values():
-                is_stock = str(getattr(hook, "__module__", "")).startswith("transformers.")
-                if not is_stock:
-                    return f"a forward hook of a {type(module).__name__}"
+        hooks = (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values())
+        if not all(str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks):
+            return f"a forward hook of a {type(module).__name__}"
         for weight in state["_parameters"].values():
             if weight is None:
                 continue
