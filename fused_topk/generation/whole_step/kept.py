@@ -150,7 +150,7 @@ class KeptStep:
             run()
             return
         given = None if mask is None else self._mask
-        args = self.decoder, self.head, given, self.state, self._constants, self.count, self.last, self._shown
+        args = self.decoder, self.head, given, self.state, self._constants, self.count, self.last, len(self._shown)
         if by_operations:
             graphs.Bound(_advance, args)()
             return
@@ -183,10 +183,10 @@ class KeptStep:
 
     def _run_of_read(self) -> Callable[[], Any]:
         """What does the forward pass. On a CPU the rest is done here: it is no part of compiled code, which serves any number of beams."""
-        run, args = self._runs.get(("read", self._size)), (self._parents, self.count, self._shown)
+        run, args = self._runs.get(("read", self._size)), (self._parents, self.count, len(self._shown))
         if self.shape.way.is_captured:
-            return run or self._make("read", _read, (self.decoder, self._tokens, *args))
-        prepared = self.decoder.prepared(self._parents, self.count, len(self._shown))
+            return run or self._make("read", self.decoder.read, (self._tokens, *args))
+        prepared = self.decoder.prepared(*args)
         if run is not None:
             _write(self._prepared, prepared)
             return run
@@ -236,6 +236,7 @@ class KeptStep:
         return graph
 
 
+# No method: a graph that held the step that holds it would be a cycle, in which weights live on until Python collects it.
 def _advance(
     decoder: Decoder,
     head: Head | None,
@@ -244,19 +245,15 @@ def _advance(
     constants: Any,
     step: Tensor,
     last: Tensor,
-    shown: Tensor,
+    shown: int,
 ) -> None:
     before, texts = step - 1, state if isinstance(state, Texts) else state.running
     tokens, parents = texts.tokens.index_select(-1, before).squeeze(-1), getattr(texts, "parents", None)
     twin = decoder.for_steps if head is None else head.headless
-    read = decoder.read_by(twin, tokens, parents, before, shown.shape[0])
+    read = decoder.read_by(twin, tokens, parents, before, shown)
     after = choose(head, state, constants, read, mask, step, step >= last)
     step.add_(state.goes_on)
     _write(state, unless_over(state, after))
-
-
-def _read(decoder: Decoder, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: Tensor) -> Tensor:
-    return decoder.read(tokens, parents, step, shown.shape[0])
 
 
 def _forward(decoder: Decoder, tokens: Tensor, step: Tensor, shown: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
