@@ -31,8 +31,6 @@ from .shape import Way
 from .store import Store
 from .twin import Snapshot, text_config, twin_of
 
-# Attributes of a model that do not change what it computes, or that this package puts there.
-_SKIPPED = frozenset({attribute.KEPT, "generation_config", "generate"})
 # No text is longer than this. A greater limit stands for no limit.
 _MOST_PLACES = 2**20
 
@@ -82,7 +80,7 @@ def checked(model: Any) -> Ready | None:
 
 
 def _made_ready(model: Any) -> Ready:
-    snapshot = Snapshot(model, _SKIPPED, _ready.forgetting(model))
+    snapshot = Snapshot(model, _ready.forgetting(model))
     try:
         with traces.no_traces(model) as watching:
             try:

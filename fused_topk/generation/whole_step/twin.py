@@ -102,11 +102,10 @@ class Snapshot:
     place has another id, or as the old one is gone, the same memory and layout, and nothing that is kept depends on more.
 
     Args:
-        skipped: attributes that do not count, of the model and of parts of it that can generate by themselves.
         forget: called once a module is gone, at any time.
     """
 
-    def __init__(self, model: nn.Module, skipped: frozenset[str], forget: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, model: nn.Module, forget: Callable[[], object] = lambda: None) -> None:
         self._is_whole = True
         self._refs: dict[int, weakref.ref[Any]] = {}
         me = weakref.ref(self)
@@ -123,7 +122,7 @@ class Snapshot:
         # Each function that looks at a part, the part or a weak reference to it, and what has been found.
         self._held: list[tuple[_Look, Any, _Parts]] = []
         kinds, known = set(), set()
-        pending: list[tuple[_Look | None, Any]] = [(_look_at(model, skipped, numbers), model)]
+        pending: list[tuple[_Look | None, Any]] = [(_look_at(model, numbers), model)]
         while pending:
             look, part = pending.pop()
             if id(part) in known or look is None:
@@ -132,7 +131,7 @@ class Snapshot:
             kinds.add(type(part))
             parts = look(part)
             self._held.append((look, self._refs.get(id(part), part), self._noted(parts)))
-            pending += _looks(part, parts, skipped, numbers)
+            pending += _looks(part, parts, numbers)
         self._kinds = [kind for kind in kinds if issubclass(kind, nn.Module)]
         self._forwards = self._defined_forwards()
 
@@ -243,22 +242,21 @@ def _names_in(file: str) -> frozenset[str]:
 # Gives the parts of an object: all that it holds, in order.
 _Look = Callable[[Any], tuple[Any, ...]]
 
+# Attributes of what can generate that do not change what it computes, or that this package puts there.
+_OF_GENERATION = frozenset({KEPT, "generation_config", "generate"})
 _EVAL_CAPACITY = "moe_eval_capacity_token_fraction"
 # Attributes of a module that are not looked at. reasons.of_model looks for hooks and replaced forward methods. `rope_deltas` is what
 # models such as Qwen-VL keep of the last prompt.
 _NO_PARTS = frozenset({*vars(nn.Module()), "forward", "rope_deltas"}) - {"training"}
 
 
-def _looks(
-    holder: Any, parts: tuple[Any, ...], skipped: frozenset[str], numbers: _Numbers
-) -> Iterator[tuple[_Look | None, Any]]:
+def _looks(holder: Any, parts: tuple[Any, ...], numbers: _Numbers) -> Iterator[tuple[_Look | None, Any]]:
     """The parts, each with a function that gives its own parts; None for one that has none, or is not looked into."""
     for part in parts:
         look: _Look | None = None
         if isinstance(part, nn.Module):
             # A ScriptModule has no such attributes.
-            own = skipped if isinstance(part, GenerationMixin) else frozenset()
-            look = _look_at(part, own, numbers) if "_modules" in vars(part) else None
+            look = _look_at(part, numbers) if "_modules" in vars(part) else None
         elif isinstance(part, dict):
             look = _of_dict
         elif isinstance(part, (list, tuple, set, frozenset, deque)):
@@ -274,9 +272,11 @@ def _looks(
         yield _of_config, config
 
 
-def _look_at(module: nn.Module, skipped: frozenset[str], numbers: _Numbers) -> _Look:
+def _look_at(module: nn.Module, numbers: _Numbers) -> _Look:
     state = vars(module)
-    skipped |= {name for name, value in state.items() if numbers.are_unread(name, value)}
+    skipped = {name for name, value in state.items() if numbers.are_unread(name, value)}
+    if isinstance(module, GenerationMixin):
+        skipped |= _OF_GENERATION
     # NLLB-MoE's routers set this attribute anew in each pass.
     counted = {"expert_capacity"} if _EVAL_CAPACITY in state else set()
     names = [name for name in state if name not in _NO_PARTS and name not in skipped and name not in counted]
@@ -284,7 +284,7 @@ def _look_at(module: nn.Module, skipped: frozenset[str], numbers: _Numbers) -> _
     return functools.partial(_of_module, operator.itemgetter("training", *names), skipped)
 
 
-def _of_module(attributes: _Look, skipped: frozenset[str], module: nn.Module) -> tuple[Any, ...]:
+def _of_module(attributes: _Look, skipped: set[str], module: nn.Module) -> tuple[Any, ...]:
     # This runs for each module in each call of generate(): 0.7 us.
     state = module.__dict__
     # The number of attributes shows whether there is a new one.
