@@ -63,20 +63,16 @@ class FusedDecoding:
 class Request:
     """What enable() or a with block asks for, and its record."""
 
-    def __init__(self, compile: bool, topk_per_step: int) -> None:
-        self.compile = compile
-        self.topk_per_step = topk_per_step
-        self.given = FusedDecoding()
-
-    @staticmethod
-    def checked(compile: Any, topk_per_step: Any, gone: dict[str, Any]) -> Request:
+    def __init__(self, compile: bool, topk_per_step: int, gone: dict[str, Any] | None = None) -> None:
         if gone:
             refuse_gone("fused_decoding", gone)
         check_flags(compile=compile)
         check_int("topk_per_step", topk_per_step)
         if topk_per_step < 0:
             raise ValueError(f"`topk_per_step` must not be negative, got {topk_per_step}; pass 0 for no record")
-        return Request(compile, topk_per_step)
+        self.compile = compile
+        self.topk_per_step = topk_per_step
+        self.given = FusedDecoding()
 
 
 class _Uses:
@@ -248,7 +244,7 @@ def enable(model: nn.Module, *, compile: bool = False, **gone: Any) -> None:
     Raises:
         TypeError: an argument of the wrong kind.
     """
-    request = Request.checked(compile, 0, gone)
+    request = Request(compile, 0, gone)
     with _lock:
         for module in _generators(model):
             _use(module).enabled = request
@@ -295,7 +291,7 @@ def fused_decoding(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, or a negative topk_per_step.
     """
-    block = Request.checked(compile, topk_per_step, gone)
+    block = Request(compile, topk_per_step, gone)
     modules = _generators(model)
     with _lock:
         for module in modules:
