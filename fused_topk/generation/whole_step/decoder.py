@@ -79,7 +79,7 @@ class Decoder:
         self.for_steps = twin if for_steps is None else for_steps
         # A frozenset: every version of torch.compile traces it.
         self._arguments = arguments_of(twin.forward)
-        self._takes_positions = takes_positions(twin, self._arguments)
+        self._takes_positions = takes_positions(twin)
         self._cache_argument = cache_argument(twin)
         self._beams = beams
         self._is_kept = is_kept
