@@ -150,10 +150,9 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._places = places
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.is_initialized:
-            values = key_states if value_states is None else value_states
-            self.keys, self.values = (self._empty(each) for each in (key_states, values))
+            self.keys, self.values = self._empty(key_states), self._empty(value_states)
             self.is_initialized = True
         # The tensors may hold keys of the call before.
         self.clear(0, self._places.up_to(self._places.room))
@@ -243,8 +242,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Args:
             past: int64 [batch, beams, new], the place among the beams where each new token was written; None without beams.
         """
-        keys, values = (self._rows(each, begin, new, past) for each in (self.keys, self.values))
-        return keys, values
+        return self._rows(self.keys, begin, new, past), self._rows(self.values, begin, new, past)
 
     def _rows(self, kept: Tensor, begin: int, new: int, past: Tensor | None) -> Tensor:
         places = self._places
@@ -303,12 +301,11 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._length = length
         self._copies = copies
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        values = key_states if value_states is None else value_states
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.is_initialized:
             self.keys, self.values = (
                 each.new_zeros(self._copies * len(each), each.shape[1], self._length, each.shape[3])
-                for each in (key_states, values)
+                for each in (key_states, value_states)
             )
             self.is_initialized = True
 
