@@ -383,14 +383,11 @@ def _asked_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Aske
 
     names = ("inputs", model.main_input_name, "input_ids", "inputs_embeds")
     found = next((each for each in (*args[:1], *map(kwargs.get, names)) if isinstance(each, Tensor)), None)
-    has_shape = found is not None and found.dim() > 1
-    is_text = has_shape and not model.config.is_encoder_decoder and found.dtype in (torch.int64, torch.int32)  # type: ignore[union-attr]
-    return Asked(
-        given("do_sample", bool, False),
-        given("num_beams", int, 1),
-        len(found) if has_shape else None,  # type: ignore[arg-type]
-        found.shape[1] if is_text else None,  # type: ignore[union-attr]
-    )
+    prompts = length = None
+    if found is not None and found.dim() > 1:
+        prompts, is_text = len(found), found.dtype in (torch.int64, torch.int32)
+        length = found.shape[1] if is_text and not model.config.is_encoder_decoder else None
+    return Asked(given("do_sample", bool, False), given("num_beams", int, 1), prompts, length)
 
 
 def _num_new(model: Any, asked: Asked, result: Any) -> int:
