@@ -237,7 +237,8 @@ class Loop:
             way = None
         # On a GPU one operation after another takes longer than transformers' loop.
         only_kept = graphs.is_cuda(input_ids.device)
-        decline_for((ready.of_capture or "steps that cannot be kept") if only_kept and way is None else None)
+        if only_kept and way is None:
+            raise Declined(ready.of_capture or "steps that cannot be kept")
         cache = self._cache(model, input_ids, generation_config, inputs)
         group = None if together is None else together.group
         padding = _padding(ready.twin, input_ids, rules, generation_config)
@@ -255,12 +256,13 @@ class Loop:
         cache = given_cache.cache_of(inputs)
         if cache is None and inputs.get("use_cache"):
             # In transformers 5.0 the model makes a cache, which may be of a type of its own.
-            is_common = getattr(model, "_supports_default_dynamic_cache", lambda: True)()
-            decline_for(None if is_common else "a cache of the model's own")
+            if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+                raise Declined("a cache of the model's own")
             cache = given_cache.new_for(model.config)
         decline_for(None if cache is None else given_cache.reason_against(cache, model.config))
         # On a GPU steps may run after the end, and change the states.
-        decline_for("the cache of a model with states" if ids.is_cuda and state_layers(model.config) else None)
+        if ids.is_cuda and state_layers(model.config):
+            raise Declined("the cache of a model with states")
         return cache
 
 

@@ -249,8 +249,7 @@ def _of_caches() -> str | None:
 
 def prepares_itself(model: Any) -> bool:
     """Whether a model that is served prepares its inputs by methods that are not known."""
-    found = {method: getattr(type(model), method, None) for method in _PREPARING}
-    return any(not _is_known(function, method) for method, function in found.items())
+    return not all(_is_known(getattr(type(model), method, None), method) for method in _PREPARING)
 
 
 def _is_known(found: Any, method: str) -> bool:
