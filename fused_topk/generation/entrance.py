@@ -353,7 +353,7 @@ def _served_or_stock(
             raise Declined(OF_FEW_LOGITS)
         topk = TopKRecord(request.topk_per_step, request.given.topk) if request.topk_per_step else None
         ready, has_cache = checked(model), cache_of(kwargs) is not None
-        given = with_stop_strings(model, args, kwargs)
+        given = with_stop_strings(kwargs, asked.configs)
         given["custom_generate"] = Loop(model, ready, request.compile, kwargs.get("streamer"), has_cache, topk)
     except Declined as declined:
         refuse(model)
@@ -375,10 +375,10 @@ def _served_or_stock(
 def _asked_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
     """What the call asks for, as far as can be seen before generate() merges its arguments into one configuration."""
     # generate(inputs, generation_config)
-    of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    configs = kwargs.get("generation_config", args[1] if len(args) > 1 else None), model.generation_config
 
     def given(name: str, kind: type, default: Any) -> Any:
-        of_configs = (getattr(each, name, None) for each in (of_call, model.generation_config))
+        of_configs = (getattr(each, name, None) for each in configs)
         return next((each for each in (kwargs.get(name), *of_configs) if isinstance(each, kind)), default)
 
     names = ("inputs", model.main_input_name, "input_ids", "inputs_embeds")
@@ -387,7 +387,7 @@ def _asked_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Aske
     if found is not None and found.dim() > 1:
         prompts, is_text = len(found), found.dtype in (torch.int64, torch.int32)
         length = found.shape[1] if is_text and not model.config.is_encoder_decoder else None
-    return Asked(given("do_sample", bool, False), given("num_beams", int, 1), prompts, length)
+    return Asked(given("do_sample", bool, False), given("num_beams", int, 1), prompts, length, configs)
 
 
 def _num_new(model: Any, asked: Asked, result: Any) -> int:

@@ -173,9 +173,8 @@ def of_arguments(
     for name in _ARGUMENTS:
         if kwargs.get(name) is not None:
             return name
-    configs = model.generation_config, kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     for name in _OF_OTHER_MODES:
-        given = (kwargs.get(name), *(getattr(each, name, None) for each in configs))
+        given = (kwargs.get(name), *(getattr(each, name, None) for each in asked.configs))
         # A number of groups, which is 1 by default.
         if any(each is not None and each != 1 for each in given):
             return f"another mode of generate(), {name}"
@@ -391,6 +390,7 @@ class Asked(NamedTuple):
     num_beams: int
     prompts: int | None  # how many; None where that is not known
     length: int | None = None  # of the prompts of a decoder of text; None where that is not known
+    configs: tuple[Any, ...] = ()  # that of the call, which may be None, and that of the model
 
 
 def reads_few_logits(model: Any, asked: Asked) -> bool:
