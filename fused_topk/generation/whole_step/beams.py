@@ -63,8 +63,7 @@ class Beams(NamedTuple):
     goes_on: Tensor  # bool []
 
     def with_room(self, room: int) -> Beams:
-        running, ended = self.running.with_room(room), self.ended.with_room(room)
-        return Beams(running, ended, self.is_ended, self.may_improve, self.goes_on)
+        return self._replace(running=self.running.with_room(room), ended=self.ended.with_room(room))
 
 
 class BeamConstants(NamedTuple):
@@ -148,10 +147,8 @@ def choose(
         ends_now = has_ended & constants.is_best
         is_full = beams.is_ended.all(1, keepdim=True) & constants.stops_early
         final = scores / length + _void(is_full) + _void(~beams.may_improve) + _void(~ends_now)
-        both = Hypotheses(
-            torch.cat([beams.ended.scores, final], 1),
-            *(torch.cat(pair, 1) for pair in zip(beams.ended[1:], continued[1:], strict=True)),
-        )
+        ending = continued._replace(scores=final)
+        both = Hypotheses(*(torch.cat(pair, 1) for pair in zip(beams.ended, ending, strict=True)))
         chosen = _order(both.scores)[:, :count]
         ended = both.pick(chosen)
         is_ended = torch.cat([beams.is_ended, ends_now], 1).gather(1, chosen)

@@ -20,7 +20,7 @@ class Texts(NamedTuple):
     goes_on: Tensor  # bool []
 
     def with_room(self, room: int) -> Texts:
-        return Texts(F.pad(self.tokens, (0, room - self.tokens.shape[1])), self.has_ended, self.goes_on)
+        return self._replace(tokens=F.pad(self.tokens, (0, room - self.tokens.shape[1])))
 
 
 class TextConstants(NamedTuple):
