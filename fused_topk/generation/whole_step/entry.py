@@ -96,21 +96,17 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
     """The model's twin. Raises Declined where the model cannot be served."""
     is_spread = sharded_head_of(model) is not None
     try:
-        # It has the model's own norms. So a trial compares ours, too.
-        stock = _twin_of(model, None, is_steady=False)
+        stock = _twin_of(model, None, watching, is_stock=True)
     # Whatever it is: for example, a configuration cannot be copied.
     except Exception as error:
         raise_if_from_a_signal(error)
         raise Declined(_twin_raises(model, error)) from error
-    watching.watch(stock)
     if is_spread:
         decline_for(parallel.agreed(trial.reason_against_parts(stock, model), stock))
     is_taken = False
     try:
         own = text_config(model.config)._attn_implementation
-        twin = _twin_of(model, attention.PLAIN if own == "sdpa" else attention.CAPPED)
-        norms.take(twin)
-        watching.watch(twin)
+        twin = _twin_of(model, attention.PLAIN if own == "sdpa" else attention.CAPPED, watching)
         is_taken = decoder_of(twin) is Decoder
         reason = trial.reason_against(twin, stock) if is_taken else f"{type(model).__name__} takes no other attention"
     # Whatever it is: for example, the model takes no other attention.
@@ -123,9 +119,7 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
     is_static = not state_layers(model.config)
     if reason is not None:
         # Then the model is tried in the other form.
-        twin = _twin_of(model, None)
-        norms.take(twin)
-        watching.watch(twin)
+        twin = _twin_of(model, None, watching)
         of_rows = trial.reason_against(twin, stock, is_static=False)
         # If the model takes our attention, the first reason says more about the model.
         decline_for(of_rows and (reason if is_taken else of_rows))
@@ -143,10 +137,14 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
     return Ready(twin, None, snapshot, Store(), head, is_static, reads_mask, set(), of_past, of_layers, of_capture)
 
 
-def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
-    """See twin.twin_of. The twin of a tensor-parallel model has this process's parts of the weights."""
-    twin = twin_of(model, attention, is_steady)
+def _twin_of(model: Any, attention: str | None, watching: traces.Traces, is_stock: bool = False) -> Any:
+    """See twin.twin_of. The twin of a tensor-parallel model has this process's parts of the weights. One that others are compared with,
+    `is_stock`, has the model's own norms and rotary embeddings."""
+    twin = twin_of(model, attention, is_steady=not is_stock)
     tensor_parallel.take_parts(model, twin)
+    if not is_stock:
+        norms.take(twin)
+    watching.watch(twin)
     return twin
 
 
