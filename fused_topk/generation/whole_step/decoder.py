@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
     source: Source | None = None
     is_exact: bool = False  # whether steps take no padding before the prompt
     past: Any = None  # keys of the tokens before the prompt: see :class:`given_cache.Past`
-    # What the model has prepared for the prompt, a row for each beam: see :mod:`preparation`. None where it has not been asked.
+    # What the model has prepared for the prompt, a row for each beam: see :mod:`prompts`. None where it has not been asked.
     inputs: dict[str, Any] | None = None
 
     @property

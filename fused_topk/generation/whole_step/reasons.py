@@ -120,7 +120,7 @@ _METHODS = (
     "_beam_search_has_unfinished_sequences",
     "_reorder_cache",
 )
-# A model without an encoder may have these methods of its own: they are called to see what they give (:mod:`preparation`).
+# A model without an encoder may have these methods of its own: they are called to see what they give (:mod:`prompts`).
 _PREPARING = frozenset({"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"})
 # As they are when this package is imported: the class may be patched later.
 _STOCK_METHODS = {name: getattr(GenerationMixin, name, None) for name in _METHODS}
