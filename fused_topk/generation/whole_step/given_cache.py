@@ -100,8 +100,7 @@ def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past:
                 raise Declined("a cache of another shape")
             if (each.dtype, each.device) != (like.dtype, like.device):
                 raise Declined(f"a cache of {each.dtype} on {each.device}")
-        if beams > 1:
-            for each in pair:
+            if beams > 1:
                 of_beams = each.unflatten(0, (-1, beams))
                 are_same &= (of_beams == of_beams[:, :1]).all()
         layers.append((pair[0][::beams], pair[1][::beams]))
