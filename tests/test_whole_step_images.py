@@ -10,7 +10,7 @@ import transformers
 
 from decoding import BOS, EOS, PAD, VERSION, also, assert_whole, inputs_for
 from fused_topk.generation.whole_step import entry
-from fused_topk.generation.whole_step.preparation import prepared
+from fused_topk.generation.whole_step.prompts import prepared
 from fused_topk.generation.whole_step.reasons import Declined
 from multimodal import MULTIMODAL, encoder_of_images, images_for, multimodal
 from whole_steps import assert_declined, swaps

@@ -63,20 +63,16 @@ class FusedDecoding:
 class Request:
     """What enable() or a with block asks for, and its record."""
 
-    def __init__(self, compile: bool, topk_per_step: int) -> None:
-        self.compile = compile
-        self.topk_per_step = topk_per_step
-        self.given = FusedDecoding()
-
-    @staticmethod
-    def checked(compile: Any, topk_per_step: Any, gone: dict[str, Any]) -> Request:
+    def __init__(self, compile: bool, topk_per_step: int, gone: dict[str, Any] | None = None) -> None:
         if gone:
             refuse_gone("fused_decoding", gone)
         check_flags(compile=compile)
         check_int("topk_per_step", topk_per_step)
         if topk_per_step < 0:
             raise ValueError(f"`topk_per_step` must not be negative, got {topk_per_step}; pass 0 for no record")
-        return Request(compile, topk_per_step)
+        self.compile = compile
+        self.topk_per_step = topk_per_step
+        self.given = FusedDecoding()
 
 
 class _Uses:
@@ -248,7 +244,7 @@ def enable(model: nn.Module, *, compile: bool = False, **gone: Any) -> None:
     Raises:
         TypeError: an argument of the wrong kind.
     """
-    request = Request.checked(compile, 0, gone)
+    request = Request(compile, 0, gone)
     with _lock:
         for module in _generators(model):
             _use(module).enabled = request
@@ -295,7 +291,7 @@ def fused_decoding(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, or a negative topk_per_step.
     """
-    block = Request.checked(compile, topk_per_step, gone)
+    block = Request(compile, topk_per_step, gone)
     modules = _generators(model)
     with _lock:
         for module in modules:
@@ -357,7 +353,7 @@ def _served_or_stock(
             raise Declined(OF_FEW_LOGITS)
         topk = TopKRecord(request.topk_per_step, request.given.topk) if request.topk_per_step else None
         ready, has_cache = checked(model), cache_of(kwargs) is not None
-        given = with_stop_strings(model, args, kwargs)
+        given = with_stop_strings(kwargs, asked.configs)
         given["custom_generate"] = Loop(model, ready, request.compile, kwargs.get("streamer"), has_cache, topk)
     except Declined as declined:
         refuse(model)
@@ -379,22 +375,19 @@ def _served_or_stock(
 def _asked_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
     """What the call asks for, as far as can be seen before generate() merges its arguments into one configuration."""
     # generate(inputs, generation_config)
-    of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    configs = kwargs.get("generation_config", args[1] if len(args) > 1 else None), model.generation_config
 
     def given(name: str, kind: type, default: Any) -> Any:
-        of_configs = (getattr(each, name, None) for each in (of_call, model.generation_config))
+        of_configs = (getattr(each, name, None) for each in configs)
         return next((each for each in (kwargs.get(name), *of_configs) if isinstance(each, kind)), default)
 
     names = ("inputs", model.main_input_name, "input_ids", "inputs_embeds")
     found = next((each for each in (*args[:1], *map(kwargs.get, names)) if isinstance(each, Tensor)), None)
-    has_shape = found is not None and found.dim() > 1
-    is_text = has_shape and not model.config.is_encoder_decoder and found.dtype in (torch.int64, torch.int32)  # type: ignore[union-attr]
-    return Asked(
-        given("do_sample", bool, False),
-        given("num_beams", int, 1),
-        len(found) if has_shape else None,  # type: ignore[arg-type]
-        found.shape[1] if is_text else None,  # type: ignore[union-attr]
-    )
+    prompts = length = None
+    if found is not None and found.dim() > 1:
+        prompts, is_text = len(found), found.dtype in (torch.int64, torch.int32)
+        length = found.shape[1] if is_text and not model.config.is_encoder_decoder else None
+    return Asked(given("do_sample", bool, False), given("num_beams", int, 1), prompts, length, configs)
 
 
 def _num_new(model: Any, asked: Asked, result: Any) -> int:

@@ -111,18 +111,15 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
         rows = scores.reshape(-1, scores.shape[-1])
         if scores.dtype in (torch.float32, torch.float16, torch.bfloat16):
             return self._kept(rows).view(scores.shape)
-        for warper in self._warpers():
+        # The four that this one stands for, as far as they have an effect.
+        warpers: list[Any] = [stock.TemperatureLogitsWarper(self.temperature), stock.TopKLogitsWarper(self.top_k)]
+        if self.top_p < 1:
+            warpers.append(stock.TopPLogitsWarper(self.top_p, min_tokens_to_keep=self.min_tokens_to_keep))
+        if self.min_p > 0:
+            warpers.append(stock.MinPLogitsWarper(self.min_p, min_tokens_to_keep=self.min_tokens_to_keep))
+        for warper in warpers:
             rows = warper(input_ids, rows)
         return rows.masked_fill(rows.isneginf(), self.filter_value).view(scores.shape)
-
-    def _warpers(self) -> list[Any]:
-        """The four that this one stands for, as far as they have an effect."""
-        found: list[Any] = [stock.TemperatureLogitsWarper(self.temperature), stock.TopKLogitsWarper(self.top_k)]
-        if self.top_p < 1:
-            found.append(stock.TopPLogitsWarper(self.top_p, min_tokens_to_keep=self.min_tokens_to_keep))
-        if self.min_p > 0:
-            found.append(stock.MinPLogitsWarper(self.min_p, min_tokens_to_keep=self.min_tokens_to_keep))
-        return found
 
     def _kept(self, scores: Tensor) -> Tensor:
         vocab_size = scores.shape[-1]

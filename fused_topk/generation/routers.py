@@ -171,16 +171,14 @@ def fuse_routers(model: nn.Module) -> Iterator[FusedRouters]:
     for module in model.modules():
         name = type(module).__name__
         forward = _ROUTERS.get(name)
-        reason: str | None = "its class is not known"
         if forward is None and not _NAME.search(name):
             continue
-        if forward is not None:
-            reason = _reason_against(module, forward)
-        if forward is None or reason is not None:
+        reason = "its class is not known" if forward is None else _reason_against(module, forward)
+        if forward is not None and reason is None:
+            found.append((module, forward))
+        else:
             stock[name] = str(reason)
             tell_once(f"routers of {name} stay as they are: {reason}")
-        else:
-            found.append((module, forward))
     ours = [module for module, _ in found if not _is_fused(module)]
     for module, forward in found:
         module.__dict__["forward"] = MethodType(forward, module)

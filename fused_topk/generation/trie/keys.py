@@ -100,14 +100,12 @@ def wide_nodes(keys: Keys, above: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Nodes with more children than `above`, ascending, their numbers of children, and the greatest number of the other nodes."""
     nodes, counts, others = [], [], 0
     for start, end in zip(keys.levels[:-1], keys.levels[1:], strict=True):
-        level = keys.keys[start:end]
-        is_first = np.empty(len(level), dtype=bool)
-        is_first[0] = True
-        np.greater_equal(level[1:] ^ level[:-1], 1 << TOKEN_BITS, out=is_first[1:])
-        places = np.flatnonzero(is_first)
-        of_nodes = np.diff(places, append=len(level))
+        parents = keys.keys[start:end] >> TOKEN_BITS
+        # The children of a node follow each other.
+        places = np.flatnonzero(np.diff(parents, prepend=-1))
+        of_nodes = np.diff(places, append=len(parents))
         is_wide = of_nodes > above
-        nodes.append(level[places[is_wide]] >> TOKEN_BITS)
+        nodes.append(parents[places[is_wide]])
         counts.append(of_nodes[is_wide])
         others = max(others, int(of_nodes.max(initial=0, where=~is_wide)))
     return np.concatenate(nodes), np.concatenate(counts), others

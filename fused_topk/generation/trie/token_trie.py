@@ -167,7 +167,7 @@ class TokenTrie:
         Raises:
             TypeError, ValueError: a tensor of another kind, dtype or device.
         """
-        self._check_nodes(nodes)
+        self._check("nodes", nodes, (torch.int64,))
         self._check("tokens", tokens, _TOKENS)
         wanted = ((nodes << TOKEN_BITS) | tokens).contiguous()
         places = torch.searchsorted(self._keys, wanted)
@@ -202,7 +202,7 @@ class TokenTrie:
         Raises:
             TypeError, ValueError: nodes as for :meth:`step`, or a vocabulary without some of the tokens.
         """
-        self._check_nodes(nodes)
+        self._check("nodes", nodes, (torch.int64,))
         check_int("vocab_size", vocab_size)
         if vocab_size <= self._most_token:
             raise ValueError(
@@ -230,9 +230,6 @@ class TokenTrie:
         # Children differ, so to add their bits is to set them.
         masks.scatter_add_(1, tokens >> 5, bits)
         return masks.view(*nodes.shape, words)
-
-    def _check_nodes(self, nodes: Any) -> None:
-        self._check("nodes", nodes, (torch.int64,))
 
     def _check(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...]) -> None:
         check_tensor(name, tensor)

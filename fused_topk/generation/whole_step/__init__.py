@@ -16,8 +16,7 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
     traces               whether a forward pass leaves a trace; a trial leaves none
     twin                 a copy of the model's modules with the same weights, so that the model itself is not touched
     attribute            what is kept for a model, as an attribute of the model
-    prompts              what a call reads, from what generate() hands to a loop
-    preparation          what a model's own methods prepare for a prompt with images, and for the steps after it
+    prompts              what a call reads, from what generate() hands to a loop, or what a model's own methods prepare
     cache, ancestry, attention, decoder    the forward pass of a decoder; the encoder of an encoder-decoder has run before
     row_form             the second form of the forward pass, with a row for each beam
     facts                what can be read from a model and its configuration

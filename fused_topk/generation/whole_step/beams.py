@@ -30,15 +30,10 @@ class Rules(NamedTuple):
     @property
     def kept(self) -> int:
         """How many continuations are looked at: if each beam ends with each end token, enough others go on."""
-        return (1 + self.num_ends) * self.beams
-
-    @property
-    def num_ends(self) -> int:
-        """How many tokens a new token is compared with. Without end tokens it is compared with -1, which no token is."""
-        return max(1, len(self.ends))
+        return (1 + max(1, len(self.ends))) * self.beams
 
     def end_tokens(self, device: torch.device) -> Tensor:
-        """int64 [num_ends]"""
+        """int64 [n]: what a new token is compared with. Without end tokens it is -1, which no token is."""
         return torch.tensor(self.ends or (-1,), dtype=torch.int64, device=device)
 
 
@@ -68,14 +63,13 @@ class Beams(NamedTuple):
     goes_on: Tensor  # bool []
 
     def with_room(self, room: int) -> Beams:
-        running, ended = self.running.with_room(room), self.ended.with_room(room)
-        return Beams(running, ended, self.is_ended, self.may_improve, self.goes_on)
+        return self._replace(running=self.running.with_room(room), ended=self.ended.with_room(room))
 
 
 class BeamConstants(NamedTuple):
     """What the choices of a call need on its device. In tensors, so that compiled and captured steps serve calls with other values."""
 
-    ends: Tensor  # int64 [rules.num_ends]
+    ends: Tensor  # of Rules.end_tokens()
     is_best: Tensor  # bool [rules.kept]
     length_penalty: Tensor  # float64 [1]
     longest: Tensor  # float32 [1]: what the score of the longest text that there can be is divided by
@@ -153,10 +147,8 @@ def choose(
         ends_now = has_ended & constants.is_best
         is_full = beams.is_ended.all(1, keepdim=True) & constants.stops_early
         final = scores / length + _void(is_full) + _void(~beams.may_improve) + _void(~ends_now)
-        both = Hypotheses(
-            torch.cat([beams.ended.scores, final], 1),
-            *(torch.cat(pair, 1) for pair in zip(beams.ended[1:], continued[1:], strict=True)),
-        )
+        ending = continued._replace(scores=final)
+        both = Hypotheses(*(torch.cat(pair, 1) for pair in zip(beams.ended, ending, strict=True)))
         chosen = _order(both.scores)[:, :count]
         ended = both.pick(chosen)
         is_ended = torch.cat([beams.is_ended, ends_now], 1).gather(1, chosen)

@@ -150,10 +150,9 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._places = places
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.is_initialized:
-            values = key_states if value_states is None else value_states
-            self.keys, self.values = (self._empty(each) for each in (key_states, values))
+            self.keys, self.values = self._empty(key_states), self._empty(value_states)
             self.is_initialized = True
         # The tensors may hold keys of the call before.
         self.clear(0, self._places.up_to(self._places.room))
@@ -182,7 +181,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             setattr(self, name, larger)
 
     def begin_with(self, keys: Tensor, values: Tensor, end: int) -> None:
-        """Writes the keys and values of what was read before a prompt, up to the place `end`."""
+        """Writes the first keys and values, of a prompt or of what was read before it, up to the place `end`."""
         self.lazy_initialization(keys, values)
         begin = end - keys.shape[2]
         self.keys[:, :, begin:end] = keys
@@ -194,19 +193,12 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             # The rows of a sequence's beams are the same: one of them is written.
             rows = len(key_states) // places.batch
             of_keys, of_values = key_states[::rows], value_states[::rows]
-            if not places.is_kept and key_states.shape[2] == places.prompt:
-                # The whole prompt, without places for more.
-                dense = torch.contiguous_format
-                self.keys, self.values = (each.clone(memory_format=dense) for each in (of_keys, of_values))
-                self.is_initialized = True
-                return key_states, value_states
             if not places.num_past:
-                self.lazy_initialization(of_keys, of_values)
+                self.begin_with(of_keys, of_values, places.prompt)
+                return key_states, value_states
             begin = places.prompt - key_states.shape[2]
             self.keys[:, :, begin : places.prompt] = of_keys
             self.values[:, :, begin : places.prompt] = of_values
-            if not places.num_past:
-                return key_states, value_states
             begin -= places.num_past
             return self.keys[:, :, begin : places.prompt], self.values[:, :, begin : places.prompt]
         # One after the other, so that the old keys are gone before there are new values.
@@ -222,11 +214,10 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _with(self, kept: Tensor, written: Tensor) -> Tensor:
         """The tensor `kept` with a new token of each beam. Args: written: [batch * beams, heads, 1, dim]."""
         places = self._places
-        if is_in_code_of_a_cpu(kept):
-            _write_as_one(kept, written, places.written)
-            return kept
-        if places.is_kept or kept.shape[2] >= places.end:
-            _write(kept, written, places.written)
+        is_code = is_in_code_of_a_cpu(kept)
+        if is_code or places.is_kept or kept.shape[2] >= places.end:
+            write = _write_as_one if is_code else _write
+            write(kept, written, places.written)
             return kept
         written = _of_beams(written, places.beams)
         # As transformers' caches do, and as quick: the new token is put behind all others.
@@ -243,8 +234,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Args:
             past: int64 [batch, beams, new], the place among the beams where each new token was written; None without beams.
         """
-        keys, values = (self._rows(each, begin, new, past) for each in (self.keys, self.values))
-        return keys, values
+        return self._rows(self.keys, begin, new, past), self._rows(self.values, begin, new, past)
 
     def _rows(self, kept: Tensor, begin: int, new: int, past: Tensor | None) -> Tensor:
         places = self._places
@@ -303,12 +293,11 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._length = length
         self._copies = copies
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        values = key_states if value_states is None else value_states
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.is_initialized:
             self.keys, self.values = (
                 each.new_zeros(self._copies * len(each), each.shape[1], self._length, each.shape[3])
-                for each in (key_states, values)
+                for each in (key_states, value_states)
             )
             self.is_initialized = True
 

@@ -21,7 +21,7 @@ from .reasons import Declined
 _KNOWN = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria, StopStringCriteria)
 
 
-def with_stop_strings(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def with_stop_strings(kwargs: Mapping[str, Any], configs: Sequence[Any]) -> dict[str, Any]:
     """These keyword arguments of generate() with `stop_strings` as the criterion that generate() makes of it. Raises Declined where it is
     not known what generate() makes of them.
 
@@ -31,7 +31,6 @@ def with_stop_strings(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     tokenizer, strings = given.pop("tokenizer", None), given.pop("stop_strings", None)
     if tokenizer is None and strings is None:
         return given
-    configs = model.generation_config, kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     if any(getattr(config, "stop_strings", None) is not None for config in configs):
         raise Declined("stop_strings of a configuration")
     own = given.get("stopping_criteria") or ()
@@ -66,12 +65,8 @@ class Criteria:
             # Of a class that somebody has patched, or that is made of one of these.
             self.reason = f"stopping criterion {type(unknown[0]).__name__}"
         known = [each for each in criteria if each not in unknown]
-        self.ends = tuple(
-            token
-            for each in known
-            if isinstance(each, EosTokenCriteria)
-            for token in each.eos_token_id.flatten().tolist()
-        )
+        ends = [each.eos_token_id for each in known if isinstance(each, EosTokenCriteria)]
+        self.ends = {token for each in ends for token in each.flatten().tolist()}
         lengths = (each.max_length for each in known if isinstance(each, MaxLengthCriteria))
         # Without a criterion of length there is a reason: somebody has patched it.
         self.max_length = min(lengths, default=0)

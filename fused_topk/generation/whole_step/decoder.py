@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
     source: Source | None = None
     is_exact: bool = False  # whether steps take no padding before the prompt
     past: Any = None  # keys of the tokens before the prompt: see :class:`given_cache.Past`
-    # What the model has prepared for the prompt, a row for each beam: see :mod:`preparation`. None where it has not been asked.
+    # What the model has prepared for the prompt, a row for each beam: see :mod:`prompts`. None where it has not been asked.
     inputs: dict[str, Any] | None = None
 
     @property
@@ -79,7 +79,7 @@ class Decoder:
         self.for_steps = twin if for_steps is None else for_steps
         # A frozenset: every version of torch.compile traces it.
         self._arguments = arguments_of(twin.forward)
-        self._takes_positions = takes_positions(twin, self._arguments)
+        self._takes_positions = takes_positions(twin)
         self._cache_argument = cache_argument(twin)
         self._beams = beams
         self._is_kept = is_kept
@@ -195,15 +195,10 @@ class Decoder:
             if prompt.inputs is not None:
                 logits = self._logits(self._twin, prompt.inputs)[:: self._beams]
             else:
-                logits = self._forward(
-                    self._twin,
-                    prompt.read,
-                    # Without padding transformers' functions are quicker if there is no mask.
-                    None if bool(prompt.is_text.all()) else prompt.is_text.long(),
-                    prompt.positions,
-                    **of_source,
-                    **prompt.extra,
-                )
+                # Without padding transformers' functions are quicker if there is no mask.
+                mask = None if bool(prompt.is_text.all()) else prompt.is_text.long()
+                extra = {**of_source, **prompt.extra}
+                logits = self._forward(self._twin, prompt.read, mask, prompt.positions, **extra)
         places.is_reading_prompt = False
         if self._states and self._beams > 1 and prompt.inputs is None:
             self._reorder_states(torch.arange(len(logits), device=logits.device).repeat_interleave(self._beams))

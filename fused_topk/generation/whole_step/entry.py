@@ -31,8 +31,6 @@ from .shape import Way
 from .store import Store
 from .twin import Snapshot, text_config, twin_of
 
-# Attributes of a model that do not change what it computes, or that this package puts there.
-_SKIPPED = frozenset({attribute.KEPT, "generation_config", "generate"})
 # No text is longer than this. A greater limit stands for no limit.
 _MOST_PLACES = 2**20
 
@@ -82,35 +80,33 @@ def checked(model: Any) -> Ready | None:
 
 
 def _made_ready(model: Any) -> Ready:
-    snapshot = Snapshot(model, _SKIPPED, _ready.forgetting(model))
+    snapshot = Snapshot(model, _ready.forgetting(model))
     try:
         with traces.no_traces(model) as watching:
-            return _tried(model, snapshot, watching)
+            try:
+                return _tried(model, snapshot, watching)
+            except Declined as declined:
+                return _not_ready(str(declined), snapshot)
     except traces.LeavesTraces as found:
         # What a pass has kept changes with each pass, so it does not say whether the model has changed.
         return _not_ready(f"{found}, in a {type(model).__name__}", traces.SameModules(model))
 
 
 def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
+    """The model's twin. Raises Declined where the model cannot be served."""
     is_spread = sharded_head_of(model) is not None
     try:
-        # It has the model's own norms. So a trial compares ours, too.
-        stock = _twin_of(model, None, is_steady=False)
+        stock = _twin_of(model, None, watching, is_stock=True)
     # Whatever it is: for example, a configuration cannot be copied.
     except Exception as error:
         raise_if_from_a_signal(error)
-        return _not_ready(_twin_raises(model, error), snapshot)
-    watching.watch(stock)
+        raise Declined(_twin_raises(model, error)) from error
     if is_spread:
-        reason = parallel.agreed(trial.reason_against_parts(stock, model), stock)
-        if reason is not None:
-            return _not_ready(reason, snapshot)
+        decline_for(parallel.agreed(trial.reason_against_parts(stock, model), stock))
     is_taken = False
     try:
         own = text_config(model.config)._attn_implementation
-        twin = _twin_of(model, attention.PLAIN if own == "sdpa" else attention.CAPPED)
-        norms.take(twin)
-        watching.watch(twin)
+        twin = _twin_of(model, attention.PLAIN if own == "sdpa" else attention.CAPPED, watching)
         is_taken = decoder_of(twin) is Decoder
         reason = trial.reason_against(twin, stock) if is_taken else f"{type(model).__name__} takes no other attention"
     # Whatever it is: for example, the model takes no other attention.
@@ -118,20 +114,15 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
         raise_if_from_a_signal(error)
         reason = _twin_raises(model, error)
     if is_spread:
-        reason = parallel.agreed(reason, stock)
-        if reason is not None:
-            return _not_ready(reason, snapshot)
+        decline_for(parallel.agreed(reason, stock))
     # Each step changes the states. A step that is kept may run twice, and would change them twice.
     is_static = not state_layers(model.config)
     if reason is not None:
         # Then the model is tried in the other form.
-        twin = _twin_of(model, None)
-        norms.take(twin)
-        watching.watch(twin)
+        twin = _twin_of(model, None, watching)
         of_rows = trial.reason_against(twin, stock, is_static=False)
-        if of_rows is not None:
-            # If the model takes our attention, the first reason says more about the model.
-            return _not_ready(reason if is_taken else of_rows, snapshot)
+        # If the model takes our attention, the first reason says more about the model.
+        decline_for(of_rows and (reason if is_taken else of_rows))
         # transformers says which models cannot have a static cache.
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
     of_capture = None
@@ -146,10 +137,14 @@ def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
     return Ready(twin, None, snapshot, Store(), head, is_static, reads_mask, set(), of_past, of_layers, of_capture)
 
 
-def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
-    """See twin.twin_of. The twin of a tensor-parallel model has this process's parts of the weights."""
-    twin = twin_of(model, attention, is_steady)
+def _twin_of(model: Any, attention: str | None, watching: traces.Traces, is_stock: bool = False) -> Any:
+    """See twin.twin_of. The twin of a tensor-parallel model has this process's parts of the weights. One that others are compared with,
+    `is_stock`, has the model's own norms and rotary embeddings."""
+    twin = twin_of(model, attention, is_steady=not is_stock)
     tensor_parallel.take_parts(model, twin)
+    if not is_stock:
+        norms.take(twin)
+    watching.watch(twin)
     return twin
 
 
@@ -225,10 +220,9 @@ class Loop:
                 together.ask("a trial")
         if ready is None:
             ready = ready_for(model)
-        way = Way.on(input_ids.device, self.compile)
-        if together is not None and way is not None and way.is_compiled:
+        if together is not None and self.compile:
             count_reason("compile=True with a tensor-parallel model, whose steps are not compiled")
-            way = Way(False, True) if way.is_captured else None
+        way = Way.on(input_ids.device, self.compile and together is None)
         if way is not None and all(way) and ready.is_static:
             of_layers = ready.reason_against_layers()
             if of_layers is not None:
@@ -241,7 +235,8 @@ class Loop:
             way = None
         # On a GPU one operation after another takes longer than transformers' loop.
         only_kept = graphs.is_cuda(input_ids.device)
-        decline_for((ready.of_capture or "steps that cannot be kept") if only_kept and way is None else None)
+        if only_kept and way is None:
+            raise Declined(ready.of_capture or "steps that cannot be kept")
         cache = self._cache(model, input_ids, generation_config, inputs)
         group = None if together is None else together.group
         padding = _padding(ready.twin, input_ids, rules, generation_config)
@@ -259,12 +254,13 @@ class Loop:
         cache = given_cache.cache_of(inputs)
         if cache is None and inputs.get("use_cache"):
             # In transformers 5.0 the model makes a cache, which may be of a type of its own.
-            is_common = getattr(model, "_supports_default_dynamic_cache", lambda: True)()
-            decline_for(None if is_common else "a cache of the model's own")
+            if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+                raise Declined("a cache of the model's own")
             cache = given_cache.new_for(model.config)
         decline_for(None if cache is None else given_cache.reason_against(cache, model.config))
         # On a GPU steps may run after the end, and change the states.
-        decline_for("the cache of a model with states" if ids.is_cuda and state_layers(model.config) else None)
+        if ids.is_cuda and state_layers(model.config):
+            raise Declined("the cache of a model with states")
         return cache
 
 
@@ -283,7 +279,7 @@ def _rules(twin: Any, ids: Tensor, criteria: Criteria, config: GenerationConfig)
         raise Declined(f"texts of up to {longest} tokens")
     if rules.room < 1 or len(ids) % beams:
         raise Declined("no room for a new token")
-    if set(criteria.ends) != set(ends):
+    if criteria.ends != set(ends):
         raise Declined("end tokens of the stopping criteria and of the configuration differ")
     if rules.kept > beams * vocab_size_of(twin.config):
         raise Declined("more continuations to keep than there are")

@@ -38,8 +38,8 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in arguments_of(model.forward) else "past_key_values"
 
 
-def takes_positions(model: Any, arguments: frozenset[str]) -> bool:
-    """Args: arguments: of the model's forward pass."""
+def takes_positions(model: Any) -> bool:
+    arguments = arguments_of(model.forward)
     if not model.config.is_encoder_decoder:
         return "position_ids" in arguments
     # A model that is made of two hands them on to its decoder.

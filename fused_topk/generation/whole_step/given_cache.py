@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from .cache import STATE_LAYER
+from .cache import STATE_LAYER, state_layers
 from .decoder import Decoder, Prompt
 from .reasons import Declined
 
@@ -58,13 +58,13 @@ def reason_against(cache: Any, config: Any) -> str | None:
             return f"a {type(cache).__name__}"
         parts = [cache.self_attention_cache, cache.cross_attention_cache]
     expected: list[Any] = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    states = state_layers(config)
     for part in parts:
         if type(part) is not DynamicCache or getattr(part, "offloading", False):
             return f"a {type(part).__name__}"
         if any("update" in vars(each) for each in (part, *part.layers)):
             return "a cache whose update() has been replaced"
-        states = [number for number, layer in enumerate(expected) if type(layer) is STATE_LAYER]
-        if states and (len(part.layers) <= states[-1] or is_used(part)):
+        if states and (len(part.layers) <= max(states) or is_used(part)):
             return "a cache with states that is used, or not of the model"
         for number, layer in enumerate(part.layers):
             kind = type(layer)
@@ -100,8 +100,7 @@ def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past:
                 raise Declined("a cache of another shape")
             if (each.dtype, each.device) != (like.dtype, like.device):
                 raise Declined(f"a cache of {each.dtype} on {each.device}")
-        if beams > 1:
-            for each in pair:
+            if beams > 1:
                 of_beams = each.unflatten(0, (-1, beams))
                 are_same &= (of_beams == of_beams[:, :1]).all()
         layers.append((pair[0][::beams], pair[1][::beams]))

@@ -149,16 +149,8 @@ class KeptStep:
         if run is not None:
             run()
             return
-        args = (
-            self.decoder,
-            self.head,
-            None if mask is None else self._mask,
-            self.state,
-            self._constants,
-            self.count,
-            self.last,
-            self._shown,
-        )
+        given = None if mask is None else self._mask
+        args = self.decoder, self.head, given, self.state, self._constants, self.count, self.last, len(self._shown)
         if by_operations:
             graphs.Bound(_advance, args)()
             return
@@ -191,10 +183,10 @@ class KeptStep:
 
     def _run_of_read(self) -> Callable[[], Any]:
         """What does the forward pass. On a CPU the rest is done here: it is no part of compiled code, which serves any number of beams."""
-        run, args = self._runs.get(("read", self._size)), (self._parents, self.count, self._shown)
+        run, args = self._runs.get(("read", self._size)), (self._parents, self.count, len(self._shown))
         if self.shape.way.is_captured:
-            return run or self._make("read", _read, (self.decoder, self._tokens, *args))
-        prepared = self.decoder.prepared(self._parents, self.count, len(self._shown))
+            return run or self._make("read", self.decoder.read, (self._tokens, *args))
+        prepared = self.decoder.prepared(*args)
         if run is not None:
             _write(self._prepared, prepared)
             return run
@@ -232,18 +224,19 @@ class KeptStep:
 
     def _captured(self, run: Callable[[], Any]) -> graphs.Graph:
         """A graph of the run. For a tensor-parallel model all processes have one, or all raise."""
-        graph, error = None, None
+        graph = None
+        error: Exception = RuntimeError("a capture on another process")
         try:
             graph = graphs.Graph(run, self.shape.device, self._graphs[0] if self._graphs else None)
         except Exception as raised:
             error = raised
-        if self._group is not None and not all_say(error is None, self.shape.device, self._group):
-            raise error or RuntimeError("a capture on another process")
-        if graph is None:
-            raise error or AssertionError("a graph or an error")
+        are_all = self._group is None or all_say(graph is not None, self.shape.device, self._group)
+        if graph is None or not are_all:
+            raise error
         return graph
 
 
+# No method: a graph that held the step that holds it would be a cycle, in which weights live on until Python collects it.
 def _advance(
     decoder: Decoder,
     head: Head | None,
@@ -252,19 +245,15 @@ def _advance(
     constants: Any,
     step: Tensor,
     last: Tensor,
-    shown: Tensor,
+    shown: int,
 ) -> None:
     before, texts = step - 1, state if isinstance(state, Texts) else state.running
     tokens, parents = texts.tokens.index_select(-1, before).squeeze(-1), getattr(texts, "parents", None)
     twin = decoder.for_steps if head is None else head.headless
-    read = decoder.read_by(twin, tokens, parents, before, shown.shape[0])
+    read = decoder.read_by(twin, tokens, parents, before, shown)
     after = choose(head, state, constants, read, mask, step, step >= last)
     step.add_(state.goes_on)
     _write(state, unless_over(state, after))
-
-
-def _read(decoder: Decoder, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: Tensor) -> Tensor:
-    return decoder.read(tokens, parents, step, shown.shape[0])
 
 
 def _forward(decoder: Decoder, tokens: Tensor, step: Tensor, shown: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:

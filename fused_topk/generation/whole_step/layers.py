@@ -22,9 +22,13 @@ from .twin import twin_of
 Run = Callable[[nn.Module, list[Any], dict[str, Any]], Any]
 
 
-def apart(twin: Any, run: Run | None = None) -> Any:
-    """A copy of a twin, with the same weights, whose layers do not tell which one they are. Raises ValueError where the model has no list
-    of its layers. `run` calls a layer with its arguments; None for a plain call."""
+def called(layer: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return layer(*args, **kwargs)
+
+
+def apart(twin: Any, run: Run = called) -> Any:
+    """A copy of a twin, with the same weights, whose layers do not tell which one they are, and are called by `run`. Raises ValueError
+    where the model has no list of its layers."""
     copy = twin_of(twin, None)
     stacks = [*_stacks(copy, num_layers(twin.config))]
     if not stacks:
@@ -34,7 +38,7 @@ def apart(twin: Any, run: Run | None = None) -> Any:
             for module in layer.modules():
                 if type(vars(module).get("layer_idx")) is int:
                     vars(module)["layer_idx"] = 0
-            stack._modules[str(number)] = _Layer(layer, number, run or called)
+            stack._modules[str(number)] = _Layer(layer, number, run)
     return copy
 
 
@@ -46,10 +50,6 @@ def compiled(code: Code) -> Run:
         return code.run((layer, args, kwargs))[0]
 
     return run
-
-
-def called(layer: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return layer(*args, **kwargs)
 
 
 def _stacks(module: nn.Module, number: int) -> Iterator[nn.ModuleList]:

@@ -24,7 +24,6 @@ from torch import Tensor
 from ...distributed.collective import all_gather
 from .. import tensor_parallel
 from ..lm_head import sharded_head_of
-from ..tensor_parallel import Columns
 from .criteria import Criteria
 from .given_cache import cache_of, is_used
 from .plan import Plan
@@ -37,8 +36,8 @@ _REFUSED = 0
 class Together:
     """The processes of a tensor-parallel model, in one call. `forget` drops what is kept of the model."""
 
-    def __init__(self, columns: Columns, device: torch.device, forget: Callable[[], None]) -> None:
-        self._columns, self._device, self._forget = columns, device, forget
+    def __init__(self, group: Any, device: torch.device, forget: Callable[[], None]) -> None:
+        self.group, self._device, self._forget = group, device, forget
         # Whether all processes know that the call is not served, or is.
         self.is_over = False
 
@@ -47,11 +46,7 @@ class Together:
         """None for a model that is not tensor-parallel, or whose processes cannot ask each other."""
         head: Any = sharded_head_of(model)
         part = None if head is None else tensor_parallel.part_of(head)
-        return None if part is None else Together(part.columns, head.weight.device, forget)
-
-    @property
-    def group(self) -> Any:
-        return self._columns.group
+        return None if part is None else Together(part.group, head.weight.device, forget)
 
     def ask(self, what: str) -> None:
         """Asks the other processes whether they go on in the same way. A collective, after which all raise Declined if one does not.

@@ -87,12 +87,10 @@ class Plan:
         self.called = list(self.processors)
         while is_drawn and self.called and _parameters(self.processors[len(self.called) - 1 :]) is not None:
             self.called.pop()
-        first = next(iter(self.called), None)
-        is_one = type(first) is TrieLogitsProcessor and is_as_published(type(first)) and len(self.called) == 1
-        self.constraint: TrieLogitsProcessor | None = first if is_one else None
         self._warpers = self.processors[len(self.called) :]
-        if is_one:
-            self.called = []
+        self.constraint: TrieLogitsProcessor | None = None
+        if [*map(type, self.called)] == [TrieLogitsProcessor] and is_as_published(TrieLogitsProcessor):
+            self.constraint = self.called.pop()
         self.asks_host = any(
             type(each) not in _STATELESS or not is_as_published(type(each)) for each in self.processors
         )
@@ -135,14 +133,12 @@ def called(processors: list[Any], input_ids: Tensor, scores: Tensor) -> Tensor:
 
 def _parameters(warpers: list[Any]) -> dict[str, Any] | None:
     """What sample() is asked for in the place of these warpers; None where it cannot stand for them."""
-    parameters: dict[str, Any] = {}
-    for each in reversed(warpers):
-        found = _parameters_of(each)
-        # In the order of sample().
-        if found is None or any(_NAMES.index(one) >= _NAMES.index(other) for one in found for other in parameters):
-            return None
-        parameters = {**found, **parameters}
-    return parameters
+    found = [_parameters_of(each) for each in warpers]
+    pairs = [pair for each in found for pair in (each or {}).items()]
+    names = [name for name, _ in pairs]
+    # Each once, in the order of sample().
+    is_in_order = names == sorted(set(names), key=_NAMES.index)
+    return dict(pairs) if is_in_order and None not in found else None
 
 
 def _parameters_of(processor: Any) -> dict[str, Any] | None:

@@ -120,7 +120,7 @@ _METHODS = (
     "_beam_search_has_unfinished_sequences",
     "_reorder_cache",
 )
-# A model without an encoder may have these methods of its own: they are called to see what they give (:mod:`preparation`).
+# A model without an encoder may have these methods of its own: they are called to see what they give (:mod:`prompts`).
 _PREPARING = frozenset({"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"})
 # As they are when this package is imported: the class may be patched later.
 _STOCK_METHODS = {name: getattr(GenerationMixin, name, None) for name in _METHODS}
@@ -159,7 +159,6 @@ FEW_LOGITS = 60_000
 _FEW_WEIGHTS = 1_000_000
 _FEW_SAMPLED = 1 / 15  # of FEW_LOGITS
 OF_FEW_LOGITS = "few logits on a CPU"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -174,9 +173,8 @@ def of_arguments(
     for name in _ARGUMENTS:
         if kwargs.get(name) is not None:
             return name
-    configs = model.generation_config, kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     for name in _OF_OTHER_MODES:
-        given = (kwargs.get(name), *(getattr(each, name, None) for each in configs))
+        given = (kwargs.get(name), *(getattr(each, name, None) for each in asked.configs))
         # A number of groups, which is 1 by default.
         if any(each is not None and each != 1 for each in given):
             return f"another mode of generate(), {name}"
@@ -250,8 +248,7 @@ def _of_caches() -> str | None:
 
 def prepares_itself(model: Any) -> bool:
     """Whether a model that is served prepares its inputs by methods that are not known."""
-    found = {method: getattr(type(model), method, None) for method in _PREPARING}
-    return any(not _is_known(function, method) for method, function in found.items())
+    return not all(_is_known(getattr(type(model), method, None), method) for method in _PREPARING)
 
 
 def _is_known(found: Any, method: str) -> bool:
@@ -288,11 +285,9 @@ def _of_modules(model: nn.Module) -> str | None:
         is_replaced = "forward" in state and not _is_own(module, "forward") and not _is_trls(module)
         if is_replaced and not tensor_parallel.has_known_forward(module):
             return f"forward() of a {type(module).__name__} that has been replaced"
-        for hooks in _HOOKS:
-            for hook in state[hooks].values():
-                is_stock = str(getattr(hook, "__module__", "")).startswith("transformers.")
-                if not is_stock:
-                    return f"a forward hook of a {type(module).__name__}"
+        hooks = (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values())
+        if not all(str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks):
+            return f"a forward hook of a {type(module).__name__}"
         for weight in state["_parameters"].values():
             if weight is None:
                 continue
@@ -395,6 +390,7 @@ class Asked(NamedTuple):
     num_beams: int
     prompts: int | None  # how many; None where that is not known
     length: int | None = None  # of the prompts of a decoder of text; None where that is not known
+    configs: tuple[Any, ...] = ()  # that of the call, which may be None, and that of the model
 
 
 def reads_few_logits(model: Any, asked: Asked) -> bool:

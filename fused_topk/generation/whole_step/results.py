@@ -71,7 +71,7 @@ def of_beams(
     return output(
         sequences=sequences,
         sequences_scores=scores if config.output_scores else None,
-        beam_indices=(parents + first).where(parents >= 0, -1)[:, :longest].int(),
+        beam_indices=(parents + first).where(is_token, -1)[:, :longest].int(),
         **kept.fields(cache, output),
     )
 

@@ -23,9 +23,8 @@ from .twin import text_config
 
 def decoder_of(twin: Any) -> type[Decoder]:
     """The form of a twin's steps: the first one if the twin has our attention."""
-    return (
-        Decoder if text_config(twin.config)._attn_implementation in (attention.PLAIN, attention.CAPPED) else RowDecoder
-    )
+    own = text_config(twin.config)._attn_implementation
+    return Decoder if own in (attention.PLAIN, attention.CAPPED) else RowDecoder
 
 
 class RowPlaces(Places):

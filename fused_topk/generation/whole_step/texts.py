@@ -20,13 +20,13 @@ class Texts(NamedTuple):
     goes_on: Tensor  # bool []
 
     def with_room(self, room: int) -> Texts:
-        return Texts(F.pad(self.tokens, (0, room - self.tokens.shape[1])), self.has_ended, self.goes_on)
+        return self._replace(tokens=F.pad(self.tokens, (0, room - self.tokens.shape[1])))
 
 
 class TextConstants(NamedTuple):
     """What the choices of a call need on its device."""
 
-    ends: Tensor  # int64 [rules.num_ends]
+    ends: Tensor  # of Rules.end_tokens()
     padding: Tensor  # int64 [1], the token after the end of a text
     is_padded: Tensor  # bool [1]: False where a text that has ended goes on with the others
 

@@ -10,7 +10,6 @@ All functions but :func:`reason_against` and :func:`reason_against_parts` take a
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from . import graphs, layers
 from .cache import WITH_KEYS, state_layers
 from .decoder import Decoder, Prompt, Source, positions_of, source_inputs
-from .facts import cache_argument, num_layers, vocab_size_of
+from .facts import arguments_of, cache_argument, num_layers, vocab_size_of
 from .given_cache import past_of
 from .head import Head, head_of
 from .reasons import raise_if_from_a_signal, said_by
@@ -209,7 +208,7 @@ def _goes_on(twin: Any, stock: Any, past: int) -> bool:
     ids, is_text = _texts(stock.config, next(stock.parameters()).device)
     (batch, length), positions = ids.shape, positions_of(is_text)
     inputs = {"input_ids": ids, "attention_mask": is_text.long(), "position_ids": positions}
-    if "position_ids" not in inspect.signature(stock.forward).parameters:
+    if "position_ids" not in arguments_of(stock.forward):
         del inputs["position_ids"]
     expected = stock(**inputs, use_cache=False).logits[:, -1]
     cache = DynamicCache(config=stock.config.get_text_config(decoder=True))

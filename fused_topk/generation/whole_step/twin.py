@@ -102,11 +102,10 @@ class Snapshot:
     place has another id, or as the old one is gone, the same memory and layout, and nothing that is kept depends on more.
 
     Args:
-        skipped: attributes that do not count, of the model and of parts of it that can generate by themselves.
         forget: called once a module is gone, at any time.
     """
 
-    def __init__(self, model: nn.Module, skipped: frozenset[str], forget: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, model: nn.Module, forget: Callable[[], object] = lambda: None) -> None:
         self._is_whole = True
         self._refs: dict[int, weakref.ref[Any]] = {}
         me = weakref.ref(self)
@@ -118,12 +117,12 @@ class Snapshot:
                 forget()
 
         self._gone = gone
-        numbers = _Numbers(model)
+        names = _names_read_by(model)
         self._refs[id(model)] = weakref.ref(model, gone)
         # Each function that looks at a part, the part or a weak reference to it, and what has been found.
         self._held: list[tuple[_Look, Any, _Parts]] = []
         kinds, known = set(), set()
-        pending: list[tuple[_Look | None, Any]] = [(_look_at(model, skipped, numbers), model)]
+        pending: list[tuple[_Look | None, Any]] = [(_look_at(model, names), model)]
         while pending:
             look, part = pending.pop()
             if id(part) in known or look is None:
@@ -132,7 +131,7 @@ class Snapshot:
             kinds.add(type(part))
             parts = look(part)
             self._held.append((look, self._refs.get(id(part), part), self._noted(parts)))
-            pending += _looks(part, parts, skipped, numbers)
+            pending += _looks(part, parts, names)
         self._kinds = [kind for kind in kinds if issubclass(kind, nn.Module)]
         self._forwards = self._defined_forwards()
 
@@ -187,21 +186,15 @@ class _Parts(NamedTuple):
         return all(_layout_of(now[number]) == layout for number, layout in self.layouts)
 
 
-class _Numbers:
-    """Which attributes of a model's modules are numbers that no code of these modules reads, such as a trainer's count of steps.
+def _names_read_by(model: nn.Module) -> frozenset[str] | None:
+    """All names in the files in which the classes of a model's modules are defined. A number of another name is read by no code of these
+    modules, such as a trainer's count of steps.
 
-    Such a name stands nowhere in the files in which the modules' classes are defined. Where one is of another package than transformers
-    and torch, or runs a function of another package, every number may be read.
+    None where a class is of another package than transformers and torch, or runs a function of another package: any name may be read.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        kinds = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
-        files = {kind.__module__ for kind in kinds}
-        self._may_be_any = not all(map(_is_known, files))
-        self._names = frozenset() if self._may_be_any else frozenset().union(*map(_names_in, files))
-
-    def are_unread(self, name: str, value: Any) -> bool:
-        return type(value) in (int, float) and name not in self._names and not self._may_be_any
+    kinds = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
+    files = {kind.__module__ for kind in kinds}
+    return frozenset().union(*map(_names_in, files)) if all(map(_is_known, files)) else None
 
 
 _FOLDERS = tuple(str(Path(str(package.__file__)).parent) for package in (torch, transformers))
@@ -243,22 +236,21 @@ def _names_in(file: str) -> frozenset[str]:
 # Gives the parts of an object: all that it holds, in order.
 _Look = Callable[[Any], tuple[Any, ...]]
 
+# Attributes of what can generate that do not change what it computes, or that this package puts there.
+_OF_GENERATION = frozenset({KEPT, "generation_config", "generate"})
 _EVAL_CAPACITY = "moe_eval_capacity_token_fraction"
 # Attributes of a module that are not looked at. reasons.of_model looks for hooks and replaced forward methods. `rope_deltas` is what
 # models such as Qwen-VL keep of the last prompt.
 _NO_PARTS = frozenset({*vars(nn.Module()), "forward", "rope_deltas"}) - {"training"}
 
 
-def _looks(
-    holder: Any, parts: tuple[Any, ...], skipped: frozenset[str], numbers: _Numbers
-) -> Iterator[tuple[_Look | None, Any]]:
+def _looks(holder: Any, parts: tuple[Any, ...], names: frozenset[str] | None) -> Iterator[tuple[_Look | None, Any]]:
     """The parts, each with a function that gives its own parts; None for one that has none, or is not looked into."""
     for part in parts:
         look: _Look | None = None
         if isinstance(part, nn.Module):
             # A ScriptModule has no such attributes.
-            own = skipped if isinstance(part, GenerationMixin) else frozenset()
-            look = _look_at(part, own, numbers) if "_modules" in vars(part) else None
+            look = _look_at(part, names) if "_modules" in vars(part) else None
         elif isinstance(part, dict):
             look = _of_dict
         elif isinstance(part, (list, tuple, set, frozenset, deque)):
@@ -274,9 +266,11 @@ def _looks(
         yield _of_config, config
 
 
-def _look_at(module: nn.Module, skipped: frozenset[str], numbers: _Numbers) -> _Look:
+def _look_at(module: nn.Module, read: frozenset[str] | None) -> _Look:
     state = vars(module)
-    skipped |= {name for name, value in state.items() if numbers.are_unread(name, value)}
+    skipped = set(_OF_GENERATION) if isinstance(module, GenerationMixin) else set()
+    if read is not None:
+        skipped |= {name for name, value in state.items() if type(value) in (int, float) and name not in read}
     # NLLB-MoE's routers set this attribute anew in each pass.
     counted = {"expert_capacity"} if _EVAL_CAPACITY in state else set()
     names = [name for name in state if name not in _NO_PARTS and name not in skipped and name not in counted]
@@ -284,7 +278,7 @@ def _look_at(module: nn.Module, skipped: frozenset[str], numbers: _Numbers) -> _
     return functools.partial(_of_module, operator.itemgetter("training", *names), skipped)
 
 
-def _of_module(attributes: _Look, skipped: frozenset[str], module: nn.Module) -> tuple[Any, ...]:
+def _of_module(attributes: _Look, skipped: set[str], module: nn.Module) -> tuple[Any, ...]:
     # This runs for each module in each call of generate(): 0.7 us.
     state = module.__dict__
     # The number of attributes shows whether there is a new one.
