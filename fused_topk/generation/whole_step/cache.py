@@ -181,7 +181,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             setattr(self, name, larger)
 
     def begin_with(self, keys: Tensor, values: Tensor, end: int) -> None:
-        """Writes the first keys and values, of a prompt or of what was read before it, up to the place `end`."""
+        """Writes the keys and values of what was read before a prompt, up to the place `end`."""
         self.lazy_initialization(keys, values)
         begin = end - keys.shape[2]
         self.keys[:, :, begin:end] = keys
@@ -193,12 +193,19 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             # The rows of a sequence's beams are the same: one of them is written.
             rows = len(key_states) // places.batch
             of_keys, of_values = key_states[::rows], value_states[::rows]
-            if not places.num_past:
-                self.begin_with(of_keys, of_values, places.prompt)
+            if not places.is_kept and key_states.shape[2] == places.prompt:
+                # The whole prompt, without places for more.
+                dense = torch.contiguous_format
+                self.keys, self.values = (each.clone(memory_format=dense) for each in (of_keys, of_values))
+                self.is_initialized = True
                 return key_states, value_states
+            if not places.num_past:
+                self.lazy_initialization(of_keys, of_values)
             begin = places.prompt - key_states.shape[2]
             self.keys[:, :, begin : places.prompt] = of_keys
             self.values[:, :, begin : places.prompt] = of_values
+            if not places.num_past:
+                return key_states, value_states
             begin -= places.num_past
             return self.keys[:, :, begin : places.prompt], self.values[:, :, begin : places.prompt]
         # One after the other, so that the old keys are gone before there are new values.
@@ -214,10 +221,11 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _with(self, kept: Tensor, written: Tensor) -> Tensor:
         """The tensor `kept` with a new token of each beam. Args: written: [batch * beams, heads, 1, dim]."""
         places = self._places
-        is_code = is_in_code_of_a_cpu(kept)
-        if is_code or places.is_kept or kept.shape[2] >= places.end:
-            write = _write_as_one if is_code else _write
-            write(kept, written, places.written)
+        if is_in_code_of_a_cpu(kept):
+            _write_as_one(kept, written, places.written)
+            return kept
+        if places.is_kept or kept.shape[2] >= places.end:
+            _write(kept, written, places.written)
             return kept
         written = _of_beams(written, places.beams)
         # As transformers' caches do, and as quick: the new token is put behind all others.
