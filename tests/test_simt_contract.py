@@ -44,7 +44,7 @@ def as_on_a_gpu(index: int) -> Iterator[None]:
         return of_device
 
     with ExitStack() as stack:
-        for cached in (sampling._plan, of_states._planned):
+        for cached in (sampling._plan, of_states._planned, row_topk.plan_of_logits):
             stack.callback(cached.cache_clear)
         for family in (row_topk, full_rows, merging, routing, of_draws):
             stack.callback(family.plan.cache_clear)
