@@ -6,12 +6,13 @@ Layers are traced as they are to be compiled, and run as they were, but for one 
 
 import copy
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from captured import as_on_a_gpu
+from captured import StandIn, as_on_a_gpu
 from decoding import also, assert_same, assert_whole, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import disable
 from fused_topk.generation.whole_step import entry
@@ -70,6 +71,26 @@ def test_one_piece_serves_all_layers_and_shapes(name, kinds, traced):
                 inputs = source_for(model, batch, length) if is_both else inputs_for(model, batch, length, padding=2)
                 assert_compiled(model, inputs, num_beams=beams, max_new_tokens=most)
         assert pieces(model) == number * kinds
+
+
+def test_a_capture_compiles_nothing(monkeypatch, traced):
+    """In a capture transformers does not look whether a mask hides anything, and makes one where there is none elsewhere."""
+    model, found = copy.deepcopy(encoder_decoder("Bart")), []
+
+    def count():
+        return len(entry._ready.get(model).store._codes)
+
+    class Capture(StandIn):
+        def __init__(self, *args):
+            before = count()
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+                super().__init__(*args)
+            found.append((before, count()))
+
+    as_on_a_gpu(monkeypatch, Capture)
+    # Sources that fill the places that a step has for them.
+    assert_compiled(model, source_for(model, 2, 64, padding=0))
+    assert found and all(before == after for before, after in found)
 
 
 @pytest.mark.exhaustive

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -271,6 +272,23 @@ class Decoder:
             length = self._places.length
             extra["cache_position"] = (length.tensor if isinstance(length, Length) else length).view(1)  # type: ignore[union-attr]
         return self._forward(twin, tokens, mask, self._last_positions + (step + 1), **extra)
+
+    @contextmanager
+    def with_padded_source(self) -> Iterator[None]:
+        """A block in which the last place of each source is hidden, for steps whose results do not count.
+
+        transformers makes no mask of a source where it hides nothing. But in a capture it does not look. So a step would be another one
+        there than in the trial before, and its code would be compiled in the capture.
+        """
+        if self._source is None:
+            yield
+            return
+        shown = self._source[:, 1:][:, -1:].clone()
+        self._source[:, 1:][:, -1:] = 0
+        try:
+            yield
+        finally:
+            self._source[:, 1:][:, -1:] = shown
 
     def states(self, new: int, parents: Tensor | None) -> Iterator[tuple[int, Any]]:
         """The number of each layer that has a state, and the layer, with a row for each beam that went on, as :meth:`rows`. No step may

@@ -200,8 +200,9 @@ class KeptStep:
         try:
             if shape.way.is_captured:
                 bound = graphs.Bound(function, args)
-                bound()
-                self._graphs.append(self._captured(bound))
+                with self.decoder.with_padded_source():
+                    bound()
+                    self._graphs.append(self._captured(bound))
                 run = self._graphs[-1].replay
             else:
                 self.decoder.let_sizes_vary(*args[1:])
