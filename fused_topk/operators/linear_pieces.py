@@ -157,7 +157,7 @@ def native_plan(
     hidden, rows = head.hidden, head.rows
     if not _is_for_the_native_kernel(head, k, backends.pick(device, hidden.dtype, k, backend)):
         return None
-    if hidden.dim() != 2 and not (hidden.is_contiguous() and rows.row_temperature is None and rows.mask is None):
+    if hidden.dim() != 2 and (rows.tensors()[1:] or not hidden.is_contiguous()):
         return None
     if hidden.stride(-1) != 1:
         return None

@@ -151,12 +151,12 @@ def prepare_cpu(
         () if beam_scores is None else beam_scores.stride(),
     )
     addresses_of, num_threads = cpu.addresses_of, cpu.num_threads
-    is_plainest = rows.row_temperature is None and not rows.hides()
+    are_alone = len(rows.tensors()) == 1
 
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
         values, indices, logsumexp = out
         topk(
-            (rows[0].data_ptr(), 0, 0, 0) if is_plainest else addresses_of(rows),
+            (rows[0].data_ptr(), 0, 0, 0) if are_alone else addresses_of(rows),
             values.data_ptr(),
             indices.data_ptr(),
             logsumexp.data_ptr(),
