@@ -28,7 +28,7 @@ from .scale import Scale
 # The kernels scale by 1 / T in float32. All backends have the limits of the CPU's kernel (csrc/cpu/row_state.h).
 TEMPERATURES = 2.0**-120, 2.0**126
 _LENGTHS = (torch.int32, torch.int64)
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def check_rows(
@@ -124,7 +124,7 @@ def is_plain(value: Any, logits: Tensor, dtype: torch.dtype, shape: Sequence[int
     """Whether a plan can take another tensor beside the logits as it is: of that dtype and shape, on their device, and without a
     dispatcher of torch."""
     return (
-        type(value) in _PLAIN
+        type(value) in PLAIN_TYPES
         and not need_dispatcher(value)
         and value.dtype is dtype
         and value.shape == shape

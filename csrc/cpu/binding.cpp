@@ -193,14 +193,14 @@ class Router {
   RouterProblem request_;
 };
 
-// The k best of an LM head's logits. One call: its product takes far longer than reading the arguments.
+// The k best of an LM head's logits, or all of them. One call: its product takes far longer than reading the arguments.
 // clang-format off: one argument group a line, as cpu.py passes them
 void linear_topk(const LogitRows& rows, const RowAddresses& addresses, u32 depth,
                  std::uintptr_t hidden, i64 hidden_stride, std::uintptr_t weight, i64 weight_stride,
                  std::uintptr_t bias, i64 bias_stride,
                  u32 k, u32 value_kind, u32 normalize_over,
                  std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
-                 std::uintptr_t state, u32 threads) {
+                 std::uintptr_t state, std::uintptr_t product, u32 threads) {
   // clang-format on
   const nb::gil_scoped_release without_gil;
   auto p = problem_of<LinearProblem>(rows);
@@ -219,31 +219,6 @@ void linear_topk(const LogitRows& rows, const RowAddresses& addresses, u32 depth
   p.bias = pointer<const char>(bias);
   p.bias_stride = bias_stride;
   p.state = pointer<float>(state);
-  solve(p);
-}
-
-// All logits [rows, vocab_size] of an LM head.
-// clang-format off: one argument group a line, as cpu.py passes them
-void linear(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
-            std::uintptr_t hidden, i64 hidden_stride, std::uintptr_t weight, i64 weight_stride,
-            std::uintptr_t bias, i64 bias_stride,
-            std::uintptr_t product, u32 threads) {
-  // clang-format on
-  const nb::gil_scoped_release without_gil;
-  LinearProblem p{};
-  p.kernels = &kernels_named("");
-  p.threads = threads;
-  p.sizes = {i64(rows)};
-  p.vocab_size = vocab_size;
-  p.dtype = DType(dtype);
-  p.k = 1;
-  p.depth = depth;
-  p.hidden = pointer<const char>(hidden);
-  p.hidden_stride = hidden_stride;
-  p.weight = pointer<const char>(weight);
-  p.weight_stride = weight_stride;
-  p.bias = pointer<const char>(bias);
-  p.bias_stride = bias_stride;
   p.product = pointer<char>(product);
   solve(p);
 }
@@ -398,7 +373,6 @@ NB_MODULE(_cpu, module) {
       .def(nb::init<const LogitRows&, u32, u32, u32, u32, bool, bool, double>())
       .def("__call__", &Router::operator());
   module.def("linear_topk", &linear_topk);
-  module.def("linear", &linear);
   nb::class_<Merge>(module, "Merge")
       .def(nb::init<u32, Strides, Strides, Strides, Strides, Strides, i64, double, Strides, u32, u32, bool>())
       .def("__call__", &Merge::operator());

@@ -11,7 +11,7 @@ namespace fused_topk::cpu {
 // The gradients of a loss with respect to the k best of rows and to their logsumexp. All tensors are contiguous.
 struct TopkGradient {
   u32 k;
-  ValueKind value_kind;  // kSoftmax or kLogSoftmax
+  ValueKind value_kind;  // kProbabilities or kLogProbabilities
   NormalizeOver normalize_over;
   const float* values;          // [sizes..., k]
   const i64* indices;           // like values

@@ -27,13 +27,11 @@ from ..operators import linear, linear_pieces
 from ..operators.dispatch import transform_is_active, wants_gradient
 from ..operators.results import Plan
 from ..problem import LinearProblem, TokenLogprobs, TopK, TopKLogits
-from ..row_arguments import check_rows, plain_rows
+from ..row_arguments import PLAIN_TYPES, check_rows, plain_rows
 from ..rows import Like, LogitRows, RowsLayout, like, like_given
 from ..tracing import is_traced
 from . import autocast
 from .tokens import check_ties, check_tokens
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def linear_softmax_topk(
@@ -235,9 +233,9 @@ def _best(
         type(k) is int
         and type(normalize) is str
         and backend in backends.REQUESTS
-        and type(weight) in _PLAIN
+        and type(weight) in PLAIN_TYPES
         and weight.is_cpu
-        and (bias is None or (type(bias) in _PLAIN and bias.is_cpu))
+        and (bias is None or (type(bias) in PLAIN_TYPES and bias.is_cpu))
         and not torch.is_autocast_enabled("cpu")
     ):
         rows = plain_rows(hidden, temperature, mask, others=(weight, bias))
